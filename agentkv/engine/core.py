@@ -1,0 +1,202 @@
+"""The engine's nouns: read this first.
+
+A **sequence** is one run of tokens through the model. Its **logical** length counts every token since the start of the
+conversation; its **physical** length counts the KV slots it still holds (pruning and eviction free slots, never positions).
+A **row** is the sequence's line in the device's page table while it runs. A **batch** is what one step forwards.
+
+This module has no torch in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Protocol
+
+from agentkv.types import FinishReason, Interval, Miss, Sampling
+
+if TYPE_CHECKING:
+    from agentkv.engine.cache.state import KVState
+
+GRANULE = 256
+"""Bytes of one granule: table entries are int32 offsets in granules (reach 549 GB)."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """Shape of one KV group. A stripe is one page of all its layers: [layer][kv head][K,V][token][dim]."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    itemsize: int
+    page_size: int
+
+    @property
+    def stripe_bytes(self) -> int:
+        """Bytes of one stripe, rounded up to whole granules."""
+        raw = self.num_layers * self.num_kv_heads * 2 * self.page_size * self.head_dim * self.itemsize
+        return -(-raw // GRANULE) * GRANULE
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in all layers."""
+        return self.num_layers * self.num_kv_heads * 2 * self.head_dim * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Sizes of the engine. memory: bytes of the KV arena; window: most logical tokens of a sequence."""
+
+    memory: int
+    window: int
+    page_size: int = 16
+    max_rows: int = 64
+    step_tokens: int = 2048
+    checkpoints: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """An in-place prune recorded at a logical boundary: slots of `removed` go when the sequence has `at` tokens."""
+
+    at: int
+    removed: tuple[Interval, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the engine is asked to continue.
+
+    token_ids: the whole logical history, committed ids first. chain_id: the owner-addressed state to continue and to
+    advance at commit; None uses the radix prefix alone. edits: prunes that the history has seen, in order of `at`; they
+    are replayed where the state they were applied to is gone. salt: tenant secret of every content key.
+    """
+
+    token_ids: list[int]
+    sampling: Sampling
+    chain_id: str | None = None
+    edits: tuple[Edit, ...] = ()
+    salt: str = ""
+    stop_ids: frozenset[int] = frozenset()
+
+
+class Status(Enum):
+    """Where a sequence is; a sequence is in exactly one queue."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"  # out of tokens to make, waiting for commit or abort
+    CLOSED = "closed"  # committed or aborted: holds nothing
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request in the engine. `token_ids[:num_forwarded]` have KV (or had, before a prune)."""
+
+    seq_id: int
+    request: Request
+    token_ids: list[int]
+    num_prompt_tokens: int
+    max_tokens: int
+    seed: int
+    status: Status = Status.WAITING
+    row: int | None = None
+    state: KVState | None = None
+    reserved_units: int = 0
+    num_cached_tokens: int = 0
+    num_prefilled_tokens: int = 0
+    pending_edits: list[Edit] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_text: str | None = None
+    miss: Miss | None = None
+    fault: Exception | None = None
+
+    @property
+    def num_forwarded(self) -> int:
+        """Logical tokens whose KV has been computed."""
+        return self.state.logical_length if self.state is not None else 0
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def prefilling(self) -> bool:
+        return self.num_forwarded < self.num_prompt_tokens
+
+
+@dataclass(slots=True)
+class RowWork:
+    """One row of a batch: `tokens` enter at logical `position` and physical `slot` of the row's pages.
+
+    sample: draw a token after the last one; `step` numbers the draw (with `seed` it fixes the random stream).
+    """
+
+    row: int
+    tokens: list[int]
+    position: int
+    slot: int
+    sample: bool
+    sampling: Sampling
+    seed: int
+    step: int
+    seq_id: int = -1
+
+
+@dataclass(slots=True)
+class Batch:
+    """One step: decodes first, then prefill chunks.
+
+    table_updates: (row, first page index, units) to write into the device's page table before the forward pass. Units
+    are int offsets in granules.
+    """
+
+    rows: list[RowWork]
+    table_updates: list[tuple[int, int, list[int]]] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(work.tokens) for work in self.rows)
+
+
+Slot = tuple[int, int]
+"""(unit offset in granules, slot inside the page)."""
+
+
+class Runner(Protocol):
+    """The device side. The engine's host logic talks to it only through this, so it can be tested without torch."""
+
+    layout: KVLayout
+    num_granules: int
+
+    def execute(self, batch: Batch) -> list[int | None]:
+        """Forward the batch; for each row the sampled token id, or None where `sample` is False."""
+        ...
+
+    def move_slots(self, source: list[Slot], target: list[Slot]) -> None:
+        """Copy K and V of all layers from slot to slot (compaction, copy-on-write of a page)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step made for one sequence: new tokens, the text they add, and whether it finished."""
+
+    seq: Sequence
+    token_ids: tuple[int, ...]
+    text: str
+    finished: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ChainInfo:
+    """What is held for a chain. bytes_unique return to the pool when the chain is closed."""
+
+    chain_id: str
+    logical_length: int
+    resident_tokens: int
+    bytes_held: int
+    bytes_unique: int
+    busy: bool
+    checkpoints: tuple[int, ...]

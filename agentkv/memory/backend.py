@@ -1,0 +1,187 @@
+"""What memory asks of the engine side, as protocols: text to ids, ids to text, and the verbs on a chain's KV.
+
+`runtime.py` implements them over the engine; tests implement them over a dictionary. Nothing here knows torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from agentkv.types import Exactness, FinishReason, Frozen, Interval, Miss, Sampling, SpanKind, ToolCall
+
+
+class Message(Frozen, frozen=True, kw_only=True):
+    """One message to render. content: text. For role 'tool', call_id and name say which call it answers."""
+
+    role: str
+    content: str
+    call_id: str | None = None
+    name: str | None = None
+
+
+class Piece(Frozen, frozen=True, kw_only=True):
+    """A meaningful run of tokens: [start, end) counts from the first of the ids it came with.
+
+    index: which of the rendered messages it belongs to (None for the head's system and tools, and in generated turns).
+    """
+
+    kind: SpanKind
+    start: int
+    end: int
+    index: int | None = None
+    call: ToolCall | None = None
+    text: str = ""
+
+
+class Rendered(Frozen, frozen=True, kw_only=True):
+    """Token ids to append, with the pieces in them. They end with the template's generation prompt."""
+
+    ids: list[int]
+    pieces: tuple[Piece, ...]
+
+
+class Parsed(Frozen, frozen=True, kw_only=True):
+    """A finished generation as the model's dialect reads it.
+
+    keep: how many of the generated ids stay (a half tool call and what follows a stop string go).
+    ids: the ids to commit; usually generated[:keep], longer only where a stop string cut a token in two.
+    """
+
+    text: str
+    reasoning: str
+    tool_calls: tuple[ToolCall, ...]
+    pieces: tuple[Piece, ...]
+    ids: list[int]
+    finish_reason: FinishReason
+
+
+class Delta(Frozen, frozen=True, kw_only=True):
+    """One streamed increment: at most one of text, reasoning and call is set."""
+
+    text: str = ""
+    reasoning: str = ""
+    call: ToolCall | None = None
+
+
+class Counts(Frozen, frozen=True, kw_only=True):
+    """What the engine measured for one generation."""
+
+    cached_tokens: int
+    prefilled_tokens: int
+    resident_tokens: int
+    evicted_tokens: int = 0
+    miss: Miss | None = None
+
+
+class Generation(Protocol):
+    """A running generation. Iterating gives deltas as tokens arrive and ends when the model has finished."""
+
+    def __iter__(self) -> Iterator[Delta]: ...
+
+    def result(self) -> Parsed:
+        """The finished answer; raises the error that ended the generation, Cancelled after `cancel`."""
+        ...
+
+    def counts(self) -> Counts: ...
+
+    def commit(self, ids: list[int]) -> Counts:
+        """Advance the chain by the prompt and these generated ids; a turn boundary is now at their end."""
+        ...
+
+    def cancel(self) -> None:
+        """Stop and return the chain to its last boundary. Any thread, any time, more than once."""
+        ...
+
+
+class History(Frozen, frozen=True, kw_only=True):
+    """A branch's committed ids and the in-place prunes it has seen: (logical boundary, removed intervals)."""
+
+    ids: Sequence[int]
+    edits: tuple[tuple[int, tuple[Interval, ...]], ...] = ()
+
+
+class Freed(Frozen, frozen=True, kw_only=True):
+    """What a prune gave back."""
+
+    tokens: int
+    bytes: int
+
+
+class Held(Frozen, frozen=True, kw_only=True):
+    """What is resident for a chain now; None from the backend means nothing is."""
+
+    logical_length: int
+    resident_tokens: int
+    bytes_held: int
+    bytes_unique: int
+
+
+class KVBackend(Protocol):
+    """One model behind an engine, seen from a session."""
+
+    window: int
+    exactness: Exactness
+    fingerprint: str
+    model_name: str
+    token_bytes: int
+
+    def render_head(self, system: str | None, tools: Sequence[dict[str, Any]], template_args: dict[str, Any]) -> Rendered:
+        """Ids before the first user message (no generation prompt); empty where the template has no such head."""
+        ...
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        first: bool,
+        closed: bool,
+        system: str | None,
+        tools: Sequence[dict[str, Any]],
+        template_args: dict[str, Any],
+    ) -> Rendered:
+        """Ids of new messages and the generation prompt. first: nothing but the head precedes them. closed: the committed
+        history ends with the template's end-of-turn token (otherwise the rendering supplies it)."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Plain text to ids; text that looks like a special token stays plain text."""
+        ...
+
+    def closes_turn(self, token_id: int) -> bool:
+        """Is this the template's end-of-turn token?"""
+        ...
+
+    def generate(self, chain_id: str, history: History, suffix: list[int], sampling: Sampling, *, salt: str, tools: bool) -> Generation:
+        """Continue the chain: prefill what is not resident, then decode. Raises Busy, Capacity, ContextOverflow at once."""
+        ...
+
+    def prune(self, chain_id: str, intervals: Sequence[Interval]) -> Freed:
+        """Remove the slots of these logical intervals from the chain and its checkpoints. Nothing resident: frees 0."""
+        ...
+
+    def price(self, chain_id: str, intervals: Sequence[Interval]) -> Freed:
+        """What `prune` would free, without doing it."""
+        ...
+
+    def fork(self, chain_id: str, new_chain_id: str, length: int) -> None:
+        """Let a new chain share the first `length` logical tokens; where that is not resident the child prefills later."""
+        ...
+
+    def rollback(self, chain_id: str, length: int) -> None:
+        """Cut the chain back to `length` logical tokens; not resident there: the next turn prefills."""
+        ...
+
+    def suspend(self, chain_id: str) -> None:
+        """The chain may be demoted or reclaimed first when memory is short."""
+        ...
+
+    def drop(self, chain_id: str) -> None:
+        """Free the chain's KV; parts that other chains share stay."""
+        ...
+
+    def held(self, chain_id: str) -> Held | None: ...
+
+    def prefill_rate(self) -> float:
+        """Measured prompt tokens per second, an estimate before anything was measured."""
+        ...
