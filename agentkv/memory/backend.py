@@ -12,12 +12,17 @@ from agentkv.types import Exactness, FinishReason, Frozen, Interval, Miss, Sampl
 
 
 class Message(Frozen, frozen=True, kw_only=True):
-    """One message to render. content: text. For role 'tool', call_id and name say which call it answers."""
+    """One message to render. role: user | tool | assistant (history that a client brought along).
+
+    For role 'tool', call_id and name say which call it answers.
+    """
 
     role: str
     content: str
     call_id: str | None = None
     name: str | None = None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 class Piece(Frozen, frozen=True, kw_only=True):
@@ -126,10 +131,6 @@ class KVBackend(Protocol):
     model_name: str
     token_bytes: int
 
-    def render_head(self, system: str | None, tools: Sequence[dict[str, Any]], template_args: dict[str, Any]) -> Rendered:
-        """Ids before the first user message (no generation prompt); empty where the template has no such head."""
-        ...
-
     def render(
         self,
         messages: Sequence[Message],
@@ -140,8 +141,9 @@ class KVBackend(Protocol):
         tools: Sequence[dict[str, Any]],
         template_args: dict[str, Any],
     ) -> Rendered:
-        """Ids of new messages and the generation prompt. first: nothing but the head precedes them. closed: the committed
-        history ends with the template's end-of-turn token (otherwise the rendering supplies it)."""
+        """Ids of new messages and the generation prompt. first: nothing precedes them, so the head (system, tools) is part
+        of the rendering. closed: the committed history ends with the template's end-of-turn token (otherwise the rendering
+        supplies it). The committed history itself is never rendered again."""
         ...
 
     def encode(self, text: str) -> list[int]:
