@@ -1,0 +1,60 @@
+# Two commands for a new machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+CPU    := $(shell nvidia-smi -L >/dev/null 2>&1 && echo no || echo yes)
+ifeq ($(CPU),yes)
+PIP    += -c constraints/cpu.txt
+endif
+
+.PHONY: help demo test lint test-slow test-gpu wheel-check clean
+help:
+	@echo "make demo       set up .venv and watch an agent session, end to end"
+	@echo "make test       lint, types and the test suite"
+	@echo "make test-slow  the long tests and the must-show checks (minutes)"
+	@echo "make wheel-check  build a wheel, install it in a fresh environment, run the demo from an empty folder"
+
+demo: $(VENV)/.core
+	$(BIN)/agentkv demo
+
+test: $(VENV)/.dev lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test-slow: $(VENV)/.dev
+	$(BIN)/python -m pytest -m slow --timeout 3600
+
+test-gpu: $(VENV)/.dev
+	$(BIN)/python -m pytest -m gpu
+
+wheel-check: $(VENV)/.dev
+	$(BIN)/python tests/wheel_check.py
+
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "agentkv needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# Without an NVIDIA GPU: the CPU torch of the constraints file first, and no CUDA package may arrive.
+$(VENV)/.core: $(VENV)/.python pyproject.toml constraints/cpu.txt
+	@echo "installing (about a minute) ..."
+ifeq ($(CPU),yes)
+	$(PIP) torch
+	@$(BIN)/python -m pip list --disable-pip-version-check 2>/dev/null | grep -i '^nvidia' && { \
+	  echo "A CUDA build of torch arrived, and this machine has no NVIDIA GPU. Point pip at an index with the CPU build of the"; \
+	  echo "version in constraints/cpu.txt (PIP_INDEX_URL), then: make clean demo"; exit 1; } || true
+endif
+	$(PIP) -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.core
+	$(PIP) -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
