@@ -26,7 +26,6 @@ class EngineGeneration:
         self._ticket = ticket
         self._parser = StreamParser(tools=tools)
         self._ids: list[int] = []
-        self._texts: list[str] = []
         self._cancelled = False
         self._drained = False
 
@@ -38,9 +37,9 @@ class EngineGeneration:
                 self._drained = True
                 break
             self._ids.extend(output.token_ids)
-            self._texts.extend(output.texts)
             yield from self._parser.push(output.text)
-        yield from self._parser.flush()
+        if not self._cancelled and self._ticket.seq.finish_reason is not None:
+            yield from self._parser.flush(self._ticket.seq.finish_reason, cut=self._cut)
 
     def result(self) -> Parsed:
         """The finished answer; raises what ended the generation otherwise."""
@@ -51,9 +50,21 @@ class EngineGeneration:
             raise seq.fault
         if self._cancelled or seq.finish_reason is None:
             raise Cancelled("the turn was cancelled")
-        kept = seq.kept_ids
-        ids = self._ids if kept is None else kept
-        return self._parser.parsed(ids, self._backend.tokenizer.pieces(ids), seq.finish_reason)
+        ids = self._ids if seq.kept_ids is None else seq.kept_ids
+        return self._parser.parsed(ids, self._texts(ids), seq.finish_reason, cut=self._cut, encode=self._backend.encode)
+
+    @property
+    def _cut(self) -> bool:
+        """Was the answer cut off, by its length or by a stop string?"""
+        return self._ticket.seq.finish_reason == "length" or self._ticket.seq.stop_text is not None
+
+    def _texts(self, ids: list[int]) -> list[str]:
+        """What each id adds to the visible text."""
+        detokenizer = self._backend.tokenizer.detokenizer()
+        texts = ["" if each in self._ticket.seq.request.stop_ids else detokenizer.push(each) for each in ids]
+        if texts:
+            texts[-1] += detokenizer.flush()
+        return texts
 
     def counts(self) -> Counts:
         """What the engine measured so far."""

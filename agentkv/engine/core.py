@@ -58,7 +58,11 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """An in-place prune recorded at a logical boundary: slots of `removed` go when the sequence has `at` tokens."""
+    """An in-place prune recorded at a logical boundary: slots of `removed` go when the sequence has `at` tokens.
+
+    The last of them has no KV yet (it was just sampled): `at - 1` tokens are forwarded, then the slots go, then token
+    `at - 1` is forwarded. So a replay sees what the pruned chain saw. Where a history is cut below `at`, so is `at`.
+    """
 
     at: int
     removed: tuple[Interval, ...]
@@ -92,7 +96,11 @@ class Status(Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request in the engine. `token_ids[:num_forwarded]` have KV (or had, before a prune)."""
+    """One request in the engine. `token_ids[:num_forwarded]` have KV (or had, before a prune).
+
+    table_from: pages of the state from this index on are not yet in the row's page table. reserved_units: units that it may
+    still take. kept_ids: the generated ids to commit where a stop string ended it (None: all that were generated).
+    """
 
     seq_id: int
     request: Request
@@ -103,12 +111,14 @@ class Sequence:
     status: Status = Status.WAITING
     row: int | None = None
     state: KVState | None = None
+    table_from: int = 0
     reserved_units: int = 0
     num_cached_tokens: int = 0
     num_prefilled_tokens: int = 0
     pending_edits: list[Edit] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_text: str | None = None
+    kept_ids: list[int] | None = None
     miss: Miss | None = None
     fault: Exception | None = None
 
@@ -119,10 +129,12 @@ class Sequence:
 
     @property
     def num_generated(self) -> int:
+        """Tokens sampled so far."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def prefilling(self) -> bool:
+        """Is some of the prompt not forwarded yet?"""
         return self.num_forwarded < self.num_prompt_tokens
 
 
@@ -148,15 +160,18 @@ class RowWork:
 class Batch:
     """One step: decodes first, then prefill chunks.
 
-    table_updates: (row, first page index, units) to write into the device's page table before the forward pass. Units
+    moves: source and target slots to copy before anything else, each pair by one `Runner.move_slots`, in order (the LLM does
+    it). table_updates: (row, first page index, units) to write into the device's page table before the forward pass. Units
     are int offsets in granules.
     """
 
     rows: list[RowWork]
     table_updates: list[tuple[int, int, list[int]]] = field(default_factory=list)
+    moves: list[tuple[list[Slot], list[Slot]]] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of all rows."""
         return sum(len(work.tokens) for work in self.rows)
 
 

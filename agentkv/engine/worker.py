@@ -25,6 +25,10 @@ STALL_SECONDS = 10.0
 """Readiness turns false when work was queued this long without a token."""
 
 
+BLOCKED_SECONDS = 0.002
+"""Pause before trying again when nothing could be scheduled."""
+
+
 class Ticket:
     """A submitted sequence and the outputs it has made so far. `outputs` ends with None."""
 
@@ -132,8 +136,10 @@ class EngineWorker:
             outputs = self.llm.step()
         except Exception as error:  # a fault of the engine itself: no sequence can be trusted to go on
             return self._fail_all(error)
-        if outputs:
+        if self.llm.scheduler.running or outputs:
             self._last_progress = time.monotonic()
+        elif self._tickets:  # memory is held by turns that are being committed
+            time.sleep(BLOCKED_SECONDS)
         for output in outputs:
             self._deliver(output)
         if not outputs and not self.llm.has_work:

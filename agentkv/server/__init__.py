@@ -1,0 +1,1 @@
+"""The HTTP server: the OpenAI chat API and the verbs of a session."""

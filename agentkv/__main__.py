@@ -1,0 +1,5 @@
+"""`python -m agentkv`."""
+
+from agentkv.cli import main
+
+main()

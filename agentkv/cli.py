@@ -1,0 +1,219 @@
+"""The command line: `agentkv demo | chat | run | serve | sessions | methods | bench | doctor`.
+
+With `--json` every command prints one object as its last line on stdout; what a person reads goes to stderr then.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from agentkv.cli_bench import app as bench_app
+from agentkv.cli_sessions import app as sessions_app
+from agentkv.errors import AgentkvError, BadRequest
+from agentkv.types import Policy, options_of
+
+app = typer.Typer(name="agentkv", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+methods_app = typer.Typer(help="Attention methods.", invoke_without_command=True)
+app.add_typer(sessions_app, name="sessions")
+app.add_typer(methods_app, name="methods")
+app.add_typer(bench_app, name="bench")
+
+Model = Annotated[str, typer.Option(help="'micro' or a Hugging Face directory.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object, the last line on stdout.")]
+Db = Annotated[str | None, typer.Option(help="Database: a path or an SQLAlchemy URL. Default: the user's data folder.")]
+Lag = Annotated[int | None, typer.Option(help="Prune each tool result this many results later. Default: never.")]
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    """Coding agents that stay resident on your own GPU."""
+    if version:
+        import agentkv
+
+        typer.echo(agentkv.__version__)
+        raise typer.Exit
+
+
+@app.command()
+def demo(
+    seed: Annotated[int, typer.Option(help="Which task (0 to 999,999).")] = 7,
+    prune_after: Annotated[int, typer.Option(help="Lag of the pruned run.")] = 4,
+    as_json: AsJson = False,
+) -> None:
+    """Watch the bundled model work through one task, with pruning, then resume it in a second process."""
+    from agentkv.world.demo import play_demo, printer
+
+    show = printer(sys.stderr if as_json else sys.stdout)
+    result = play_demo(seed=seed, prune_after=prune_after, show=show)
+    if as_json:
+        typer.echo(json.dumps(result))
+    if not (result["solved"] and result["resumed"]):
+        raise typer.Exit(1)
+
+
+@app.command()
+def chat(
+    model: Model = "micro",
+    resume: Annotated[str | None, typer.Option(help="Id of a session to go on with.")] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt of a new session.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.")] = None,
+    db: Db = None,
+) -> None:
+    """Talk to a model; the session stays and can be resumed. End with Ctrl-D."""
+    from agentkv.runtime import DEFAULT, Runtime
+    from agentkv.types import TextDelta
+
+    with Runtime(model, db=db or DEFAULT) as runtime:
+        with runtime.resume(resume) if resume else runtime.session(system=system) as session:
+            typer.echo(f"session {session.id}", err=True)
+            while True:
+                try:
+                    line = input("> ")
+                except (EOFError, KeyboardInterrupt):
+                    break
+                session.add_user(line)
+                with session.stream(max_tokens=max_tokens) as stream:
+                    for event in stream:
+                        if isinstance(event, TextDelta):
+                            typer.echo(event.text, nl=False)
+                usage = stream.turn.usage
+                typer.echo(f"\n[{usage.prompt_tokens} prompt, {usage.cached_tokens} cached]", err=True)
+            typer.echo(f"\nresume with: agentkv chat --model {model} --resume {session.id}", err=True)
+
+
+@app.command()
+def run(
+    prompt: Annotated[str, typer.Argument(help="What the agent should do.")],
+    model: Model = "micro",
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    bash: Annotated[bool, typer.Option("--bash", help="Give the model an UNRESTRICTED shell on this machine.")] = False,
+    max_turns: Annotated[int, typer.Option(help="Most turns.")] = 50,
+    prune_after: Lag = None,
+    resume: Annotated[str | None, typer.Option(help="Id of a session to go on with.")] = None,
+    db: Db = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run the tool loop on one prompt. Without --bash the model has no tools."""
+    from agentkv.runtime import DEFAULT, Runtime
+    from agentkv.tools.bash import bash as unrestricted
+
+    tools = [unrestricted] if bash else []
+    with Runtime(model, db=db or DEFAULT) as runtime:
+        with runtime.resume(resume, tools=tools) if resume else runtime.session(system=system, tools=tools) as session:
+            session.add_user(prompt)
+            turn = session.run(max_turns=max_turns, prune_after=prune_after, on_event=None if as_json else _tell)
+            if as_json:
+                typer.echo(json.dumps({"session_id": session.id, "turn": _plain(turn)}))
+            else:
+                typer.echo(f"\nsession {session.id}", err=True)
+
+
+@app.command()
+def serve(
+    model: Annotated[str, typer.Argument(help="'micro' or a Hugging Face directory.")] = "micro",
+    host: Annotated[str, typer.Option(help="Loopback unless you say otherwise.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option()] = 8000,
+    method: Annotated[str, typer.Option(help="Attention method.")] = "dense",
+    memory: Annotated[str | None, typer.Option(help="KV arena: bytes, or like 2GiB.")] = None,
+    api_key: Annotated[list[str] | None, typer.Option(envvar="AGENTKV_API_KEY", help="Accepted bearer key; repeatable.")] = None,
+    policy: Annotated[Path | None, typer.Option(help="JSON file with the default pruning policy.")] = None,
+    db: Db = None,
+) -> None:
+    """Serve the OpenAI API and /v1/sessions."""
+    import uvicorn
+
+    from agentkv.runtime import DEFAULT, Runtime
+    from agentkv.server.app import create_app, paste_lines
+
+    default_policy = _policy_file(policy) if policy else None
+    with Runtime(model, method=method, memory=memory, db=db or DEFAULT) as runtime:
+        typer.echo(paste_lines(f"http://{host}:{port}", runtime.model_name), err=True)
+        served = create_app(runtime, api_keys=tuple(api_key or ()), policy=default_policy)
+        uvicorn.run(served, host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)
+
+
+@methods_app.callback()
+def methods_root(context: typer.Context, as_json: AsJson = False) -> None:
+    """Attention methods: name, family, exactness, reuse, options."""
+    if context.invoked_subcommand is None:
+        methods_ls(as_json)
+
+
+@methods_app.command("ls")
+def methods_ls(as_json: AsJson = False) -> None:
+    """List the methods."""
+    from agentkv.runtime import list_methods
+
+    rows = list_methods()
+    if as_json:
+        typer.echo(json.dumps({"methods": rows}))
+        return
+    for row in rows:
+        typer.echo(f"{row['name']:12} {row['family']:12} {row['exactness']:8} {row['reuse']:6} {row['summary']}")
+
+
+@app.command()
+def doctor(model: Model = "micro", as_json: AsJson = False) -> None:
+    """What this machine has, what will be used, what will not work and why."""
+    from agentkv.runtime_doctor import examine
+
+    report = examine(model)
+    if as_json:
+        typer.echo(json.dumps(report))
+        return
+    for name, value in report.items():
+        if name != "problems":
+            typer.echo(f"{name:12} {value if not isinstance(value, dict) else json.dumps(value)}")
+    for problem in report["problems"]:
+        typer.echo(f"problem      {problem}")
+    typer.echo("all good" if not report["problems"] else f"{len(report['problems'])} problem(s)")
+
+
+def _tell(event: Any) -> None:
+    """Print one event of a running tool loop for a person."""
+    from agentkv.types import TextDelta, ToolCallReady
+
+    if isinstance(event, TextDelta):
+        typer.echo(event.text, nl=False)
+    elif isinstance(event, ToolCallReady):
+        typer.echo(f"\n[{event.call.name} {json.dumps(event.call.arguments)}]", err=True)
+
+
+def _policy_file(path: Path) -> Policy:
+    try:
+        given = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise BadRequest(f"policy file {path}: {error}", hint="A JSON object like {\"prune_after\": 4}") from None
+    policy: Policy = options_of(Policy, given, f"policy file {path}")
+    return policy
+
+
+def _plain(value: Any) -> Any:
+    import msgspec
+
+    return msgspec.to_builtins(value)
+
+
+def guarded(command: Callable[[], Any]) -> int:
+    """Run the command line; an AgentkvError becomes a message on stderr and exit code 2 (bad request) or 1."""
+    try:
+        command()
+    except AgentkvError as error:
+        typer.echo(f"agentkv: {error.code}: {error}", err=True)
+        return 2 if isinstance(error, BadRequest) else 1
+    return 0
+
+
+def main() -> None:
+    """Entry point of the `agentkv` command."""
+    sys.exit(guarded(app))
+
+
+if __name__ == "__main__":
+    main()

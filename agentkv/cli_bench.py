@@ -1,0 +1,69 @@
+"""`agentkv bench`: measurements that anyone can repeat."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(help="Benchmarks.", no_args_is_help=True)
+
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object, the last line on stdout.")]
+
+
+@app.callback()
+def bench_root() -> None:
+    """Benchmarks: each prints a table, or one JSON object with --json."""
+
+
+@app.command("world")
+def world(
+    seeds: Annotated[str, typer.Option(help="Seeds: '7,8,9' or '0-199'.")] = "0-9",
+    model: Annotated[str, typer.Option(help="'micro' or a Hugging Face directory.")] = "micro",
+    families: Annotated[str | None, typer.Option(help="Comma-separated families. Default: all.")] = None,
+    max_bytes: Annotated[int, typer.Option(help="Longest task, in bytes of conversation.")] = 8192,
+    prune_after: Annotated[int | None, typer.Option(help="Lag. Default: no pruning.")] = None,
+    mode: Annotated[str, typer.Option(help="in_place or rebuild")] = "in_place",
+    concurrency: Annotated[int, typer.Option(help="Tasks played at once.")] = 1,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    out: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Let the model act in the agent world; success is the world's verdict on real files."""
+    from agentkv.bench.world import run_world
+
+    result: dict[str, Any] = run_world(
+        seeds=parse_seeds(seeds),
+        model=model,
+        families=families.split(",") if families else None,
+        max_bytes=max_bytes,
+        prune_after=prune_after,
+        mode=mode,
+        concurrency=concurrency,
+        device=device,
+        tell=None if as_json else typer.echo,
+    )
+    text = json.dumps(result)
+    if out is not None:
+        out.write_text(text + "\n")
+    if as_json:
+        typer.echo(text)
+    else:
+        low, high = result["interval"]
+        typer.echo(f"success {result['success']:.3f} ({low:.3f} to {high:.3f}), n = {result['n']}")
+        for name, row in result["by_family"].items():
+            typer.echo(f"  {name:8} {row['success']:.3f}, n = {row['n']}")
+
+
+def parse_seeds(text: str) -> list[int]:
+    """'7,8,9' or '0-199', or a mixture, to a list without repeats."""
+    seeds: list[int] = []
+    try:
+        for part in text.split(","):
+            first, _, last = part.strip().partition("-")
+            seeds.extend(range(int(first), int(last or first) + 1))
+    except ValueError:
+        raise typer.BadParameter(f"seeds {text!r}: like 7,8,9 or 0-199") from None
+    return list(dict.fromkeys(seeds))

@@ -1,0 +1,65 @@
+"""attend(q, view): the only caller of the attention kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agentkv.engine.view import AttentionView, DeviceBatch, Part
+from agentkv.kernels.chunk_attention import chunk_attention
+from agentkv.kernels.decode_attention import decode_attention
+from agentkv.kernels.merge_parts import merge_parts
+
+
+@dataclass(frozen=True, slots=True)
+class Attended:
+    """out: `[num_tokens, num_heads, head_dim]`. lse: natural log-sum-exp of the scaled scores, `[num_tokens, num_heads]`
+    float32, None where the backend does not give it. mass: attention received by slot, None unless needed."""
+
+    out: Tensor
+    lse: Tensor | None
+    mass: Tensor | None = None
+
+
+def attend(q: Tensor, view: AttentionView, batch: DeviceBatch, scale: float) -> Attended:
+    """Attention of the batch's queries `[num_tokens, num_heads, head_dim]` over the view."""
+    if len(view.parts) == 1:
+        return _attend_part(q, view.parts[0], batch, scale)
+    done = [_attend_part(q, part, batch, scale) for part in view.parts]
+    out, lse = merge_parts([each.out for each in done], [_known(each.lse) for each in done])
+    return Attended(out, lse)
+
+
+def _known(lse: Tensor | None) -> Tensor:
+    if lse is None:
+        raise NotImplementedError("this backend gives no log-sum-exp to merge parts with")
+    return lse
+
+
+def _attend_part(q: Tensor, part: Part, batch: DeviceBatch, scale: float) -> Attended:
+    if part.bias is not None:
+        raise NotImplementedError("a per-slot bias")
+    return _attend_chunks(q, part, batch, scale) if batch.prefill else _attend_decodes(q, part, scale)
+
+
+def _attend_decodes(q: Tensor, part: Part, scale: float) -> Attended:
+    """One query a row."""
+    table = part.table
+    if q.device.type == "cpu":
+        return Attended(*decode_attention(q, part.payload.pages, table.decode_plan, scale))
+    from agentkv.kernels.split_decode import split_decode  # needs triton, which a CPU-only platform may lack
+
+    return Attended(*split_decode(q, part.payload.pages, table.entries, table.rows, table.lens, max(table.host_lens), scale))
+
+
+def _attend_chunks(q: Tensor, part: Part, batch: DeviceBatch, scale: float) -> Attended:
+    """Row by row: a chunk is long enough to fill the device by itself."""
+    out = torch.empty_like(q)
+    lses: list[Tensor | None] = []
+    for span, slots in zip(batch.rows, part.table.chunk_plan, strict=True):
+        out[span.start : span.end], lse = chunk_attention(q[span.start : span.end], part.payload.pages, slots, scale)
+        lses.append(lse)
+    known = [lse for lse in lses if lse is not None]
+    return Attended(out, torch.cat(known) if len(known) == len(lses) else None)

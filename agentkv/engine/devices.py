@@ -1,0 +1,26 @@
+"""What this machine can run on."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+
+def best_device() -> str:
+    """The device that 'auto' means: the first GPU, else the CPU."""
+    return "cuda:0" if torch.cuda.is_available() else "cpu"
+
+
+def device_names() -> list[str]:
+    """Devices that this torch can use, the best first, with their names."""
+    gpus = [f"cuda:{index} {torch.cuda.get_device_name(index)}" for index in range(torch.cuda.device_count())]
+    return [*gpus, "cpu"]
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can be allocated on a device now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    pages = os.sysconf("SC_AVPHYS_PAGES") if "SC_AVPHYS_PAGES" in os.sysconf_names else 0
+    return pages * os.sysconf("SC_PAGE_SIZE") or 4 << 30

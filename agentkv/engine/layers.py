@@ -1,0 +1,239 @@
+"""The decoder that all families share: one module order, with the lifecycle calls in it.
+
+A family's file says how it differs (see `models/`). Nothing here knows the scheduler, a cache or a method.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from agentkv.engine.sparse import Lifecycle
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary angles. kind: default, linear or llama3; the other fields are llama3's (factor also linear's)."""
+
+    theta: float = 10000.0
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_window: int = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Shape of a decoder, free of any family's spelling."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    inner_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    rope: RopeConfig
+    window: int
+    tied: bool
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dim, in float32 whatever the dtype, as the checkpoints were trained."""
+
+    def __init__(self, *shape: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(*shape))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x `[..., size]`, normed."""
+        return normalize(x, self.weight, self.eps)
+
+
+def normalize(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x `[..., size]` divided by its root mean square, times weight (broadcast)."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+class PackedLinear(nn.Module):
+    """Several linear maps of one input as one product. sizes: output widths, in order."""
+
+    def __init__(self, in_size: int, sizes: tuple[int, ...], bias: bool = False) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.weight = nn.Parameter(torch.empty(sum(sizes), in_size))
+        self.bias = nn.Parameter(torch.empty(sum(sizes))) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., sum(sizes)]` of x `[..., in_size]`."""
+        return functional.linear(x, self.weight, self.bias)
+
+
+class Rotary:
+    """Rotary embedding: halves of each head are turned by position * frequency. Angles are made in float32."""
+
+    def __init__(self, config: RopeConfig, head_dim: int) -> None:
+        frequency = 1.0 / (config.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim))
+        if config.kind == "linear":
+            frequency = frequency / config.factor
+        elif config.kind == "llama3":
+            frequency = _llama3(frequency, config)
+        self.frequency = frequency
+
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin `[num_tokens, 1, head_dim / 2]` of int64 positions `[num_tokens]`."""
+        self.frequency = self.frequency.to(positions.device)
+        angle = positions.float().unsqueeze(1) * self.frequency
+        return angle.cos().to(dtype).unsqueeze(1), angle.sin().to(dtype).unsqueeze(1)
+
+
+def _llama3(frequency: Tensor, config: RopeConfig) -> Tensor:
+    """Slow the waves that are long against the original window; blend between the two limits."""
+    wavelength = 2 * math.pi / frequency
+    longest = config.original_window / config.low_freq_factor
+    shortest = config.original_window / config.high_freq_factor
+    slowed = torch.where(wavelength > longest, frequency / config.factor, frequency)
+    blend = (config.original_window / wavelength - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+    blended = (1 - blend) * slowed / config.factor + blend * slowed
+    between = (wavelength >= shortest) & (wavelength <= longest)
+    return torch.where(between, blended, slowed)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x `[num_tokens, num_heads, head_dim]` turned by the angles `[num_tokens, 1, head_dim / 2]`."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with the lifecycle calls around it."""
+
+    def __init__(self, config: ModelConfig, layer: int, qk_norm: bool) -> None:
+        super().__init__()
+        self.layer = layer
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.scale = config.head_dim**-0.5
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.qkv_proj = PackedLinear(config.hidden_size, (q_size, kv_size, kv_size), config.attention_bias)
+        self.o_proj = PackedLinear(q_size, (config.hidden_size,), config.attention_bias)
+        self.q_norm = RMSNorm(self.head_dim, eps=config.norm_eps) if qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, eps=config.norm_eps) if qk_norm else None
+        self.qk_weight: Tensor | None = None
+
+    def prepare(self) -> None:
+        """Lay the two norms' weights side by side, so that one pass norms queries and keys. After loading."""
+        if self.q_norm is not None and self.k_norm is not None:
+            q_weight = self.q_norm.weight.detach().expand(self.num_heads, -1)
+            self.qk_weight = torch.cat((q_weight, self.k_norm.weight.detach().expand(self.num_kv_heads, -1)))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, hooks: Lifecycle) -> Tensor:
+        """Output `[num_tokens, hidden_size]` of normed hidden states x of the same shape."""
+        hooks.project(self.layer, x)
+        qkv = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
+        qk_raw, v = qkv.tensor_split((self.num_heads + self.num_kv_heads,), dim=1)
+        q_raw, k_raw = qk_raw.tensor_split((self.num_heads,), dim=1)
+        qk = qk_raw
+        if self.qk_weight is not None and self.q_norm is not None:
+            qk = normalize(qk, self.qk_weight, self.q_norm.eps)
+        q, k = rotate(qk, cos, sin).tensor_split((self.num_heads,), dim=1)
+        hooks.store(self.layer, k_raw, k, v)
+        out: Tensor = self.o_proj(hooks.attend(self.layer, q, q_raw, self.scale).flatten(1))
+        return out
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_up_proj = PackedLinear(config.hidden_size, (config.inner_size, config.inner_size), config.mlp_bias)
+        self.down_proj = PackedLinear(config.inner_size, (config.hidden_size,), config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Output `[num_tokens, hidden_size]` of normed hidden states x of the same shape."""
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        out: Tensor = self.down_proj(functional.silu(gate) * up)
+        return out
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each on a normed residual stream."""
+
+    def __init__(self, config: ModelConfig, layer: int, qk_norm: bool) -> None:
+        super().__init__()
+        self.layer = layer
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.self_attn = Attention(config, layer, qk_norm)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, hooks: Lifecycle) -> Tensor:
+        """The residual stream `[num_tokens, hidden_size]` after this layer."""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, hooks)
+        hidden = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        hooks.layer_end(self.layer, hidden)
+        return hidden
+
+
+class Decoder(nn.Module):
+    """A causal language model. Module names are those of the published checkpoints, packed projections apart.
+
+    Subclasses are families: qk_norm says whether queries and keys are normed by head.
+    """
+
+    qk_norm: ClassVar[bool] = False
+    packed: ClassVar[dict[str, tuple[str, ...]]] = {
+        "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+        "gate_up_proj": ("gate_proj", "up_proj"),
+    }
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, layer, self.qk_norm) for layer in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.lm_head = None if config.tied else PackedLinear(config.hidden_size, (config.vocab_size,))
+        self.rotary = Rotary(config.rope, config.head_dim)
+
+    def prepare(self) -> None:
+        """Derive what is computed from weights, once they are loaded."""
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.prepare()
+
+    def forward(self, token_ids: Tensor, positions: Tensor, hooks: Lifecycle) -> Tensor:
+        """Final hidden states `[num_tokens, hidden_size]` of token_ids and positions, int64 `[num_tokens]`."""
+        hidden: Tensor = self.embed_tokens(token_ids)
+        cos, sin = self.rotary.angles(positions, hidden.dtype)
+        for layer in self.layers:
+            hidden = layer(hidden, cos, sin, hooks)
+        normed: Tensor = self.norm(hidden)
+        return normed
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores of the next token `[num_tokens, vocab_size]`, at least float32."""
+        weight = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        scores = functional.linear(hidden, weight)
+        return scores if scores.dtype == torch.float64 else scores.float()
+
+    def source_names(self, name: str) -> tuple[str, ...]:
+        """Checkpoint names of one of our parameters, in the order they are packed."""
+        prefix = "" if name.startswith("lm_head") else "model."
+        for packed, parts in self.packed.items():
+            if f".{packed}." in name:
+                return tuple(prefix + name.replace(packed, part) for part in parts)
+        return (prefix + name,)

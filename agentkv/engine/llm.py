@@ -1,0 +1,371 @@
+"""The engine: requests in, tokens out. Start reading at `LLM.step`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import count
+from secrets import randbits
+from typing import Literal
+
+from agentkv.engine.accounts import EngineStats, check, measure
+from agentkv.engine.cache.arena import Arena, UnitClass
+from agentkv.engine.cache.chain import Chain, ChainCache
+from agentkv.engine.cache.extents import ExtentPool
+from agentkv.engine.cache.intervals import common_prefix, merged, normal_edits, size
+from agentkv.engine.cache.radix import RadixCache
+from agentkv.engine.cache.state import KVState, Moves
+from agentkv.engine.core import Batch, ChainInfo, EngineConfig, Request, Runner, Sequence, Status, StepOutput
+from agentkv.engine.oracle import PagedOracle
+from agentkv.engine.output import TextStream, TextTokenizer
+from agentkv.engine.scheduler import Scheduler
+from agentkv.errors import BadRequest, Busy, Capacity, ContextOverflow, EngineFault
+from agentkv.types import Interval, Miss
+
+DEFAULT_MAX_TOKENS = 4096
+
+
+class LLM:
+    """One model behind a runner. Not thread-safe: everything is called from one thread, between steps.
+
+    tokenizer None: no text and no stop strings. reuse: "radix" shares prefixes between all requests of a salt; "chain" only
+    continues chains (methods whose KV is no function of the token prefix).
+
+    A sequence ends FINISHED and keeps its state until `commit` or `abort`; one that faults is closed at once.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        *,
+        tokenizer: TextTokenizer | None = None,
+        reuse: Literal["radix", "chain"] = "radix",
+    ) -> None:
+        if config.step_tokens < config.max_rows:
+            raise BadRequest(
+                f"step_tokens={config.step_tokens} is less than max_rows={config.max_rows}: decodes would starve prompts",
+                param="step_tokens",
+            )
+        self.config = config
+        self.runner = runner
+        self.tokenizer = tokenizer
+        tick = count(1).__next__
+        stripe = UnitClass("stripe", runner.layout.stripe_bytes)
+        self.arena = Arena(runner.num_granules)
+        self.pool = ExtentPool(self.arena, stripe, runner.layout.page_size)
+        self.radix = RadixCache(self.pool, tick, enabled=reuse == "radix")
+        self.chains = ChainCache(self.pool, self.radix, tick, config.checkpoints)
+        self.oracle = PagedOracle(self.pool, self.radix, self.chains)
+        self.scheduler = Scheduler(config, self.oracle, self._resume)
+        self._ids = count(1)
+        self._open: dict[int, Sequence] = {}
+        self._streams: dict[int, TextStream] = {}
+
+    def step(self) -> list[StepOutput]:
+        """Forward one batch; what it made for each sequence that got a token or ended.
+
+        Nothing can run while every free unit is held by finished sequences that were not committed or aborted.
+        """
+        batch = self.scheduler.schedule()
+        drawn = self._execute(batch)
+        touched = self._accept(batch, drawn)
+        return self._collect(touched)
+
+    @property
+    def has_work(self) -> bool:
+        """Is a sequence waiting or running?"""
+        return bool(self.scheduler.waiting or self.scheduler.running)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most arena bytes that were held at once since `reset_peak`."""
+        return self.arena.peak_bytes
+
+    def reset_peak(self) -> None:
+        """Start measuring `peak_bytes` from what is held now."""
+        self.arena.reset_peak()
+
+    # -- sequences
+
+    def add(self, request: Request) -> Sequence:
+        """Queue a request.
+
+        Raises at once, and changes nothing: Busy (its chain has a sequence), ContextOverflow (no token would fit the window),
+        Capacity (it would not fit the empty arena), BadRequest.
+        """
+        chain = self.chains.chains.get(request.chain_id) if request.chain_id is not None else None
+        if chain is not None and chain.active is not None:
+            raise Busy(f"chain {chain.chain_id!r} is advanced by another request", retry_after=1.0)
+        if not request.token_ids:
+            raise BadRequest("a request needs at least one token", param="token_ids")
+        if request.sampling.stop and self.tokenizer is None:
+            raise BadRequest("stop strings need a tokenizer", param="stop")
+        max_tokens = self._max_tokens(request)
+        seed = request.sampling.seed if request.sampling.seed is not None else randbits(63)
+        prompt = list(request.token_ids)
+        seq = Sequence(next(self._ids), request, prompt, len(prompt), max_tokens, seed)
+        self.chains.open(request, seq)
+        self._open[seq.seq_id] = seq
+        if self.tokenizer is not None:
+            self._streams[seq.seq_id] = TextStream(self.tokenizer, request.sampling.stop)
+        self.scheduler.add(seq)
+        return seq
+
+    def abort(self, seq: Sequence) -> None:
+        """End a sequence in any state; its chain stands at its last boundary. Idempotent."""
+        if seq.status is Status.CLOSED:
+            return
+        self.scheduler.remove(seq)
+        self._close(seq)
+
+    def commit(self, seq: Sequence, generated_ids: list[int]) -> None:
+        """Advance the chain to the prompt plus these ids (those of the sequence, or `kept_ids`), and close the sequence.
+
+        KV reaches as far as these ids were forwarded; the last one has none yet. Without a chain the KV is left in the prefix
+        cache. Raises BadRequest for a sequence that waits or is closed; a running one ends here.
+        """
+        if seq.state is None:
+            raise BadRequest(f"sequence {seq.seq_id} cannot be committed: it is {seq.status.value}")
+        ids = seq.token_ids[: seq.num_prompt_tokens] + generated_ids
+        seq.state.cut(min(common_prefix(ids, seq.token_ids), len(ids) - 1))
+        chain = self.chains.chains.get(seq.request.chain_id or "")
+        if chain is not None:
+            self.chains.advance(chain, ids, seq.state.fork(), seq.request.salt)
+        else:
+            self.radix.insert(seq.request.salt, ids, seq.state, None)
+        self.scheduler.remove(seq)
+        self._close(seq)
+
+    # -- chains
+
+    def prune(self, chain_id: str, intervals: Iterable[Interval]) -> tuple[int, int]:
+        """Remove the slots of these logical intervals from the chain and its checkpoints: (tokens, bytes) freed.
+
+        The history's next request must carry the edit at the chain's present length. Frees nothing where the chain is not
+        wholly resident (it is applied when the request replays). Raises Busy.
+        """
+        chain = self._idle(chain_id)
+        if chain is None:
+            return 0, 0
+        intervals = merged(intervals)
+        freed = self.price(chain_id, intervals)
+        moves = self.chains.prune(chain, intervals, lambda units: self._acquire(units, chain))
+        self.scheduler.memory_changed()
+        try:
+            self._move(moves)
+        except EngineFault:
+            self.chains.lose(chain, "reclaimed")  # pages are used again while they are read: nothing can be trusted
+            raise
+        return freed
+
+    def price(self, chain_id: str, intervals: Iterable[Interval]) -> tuple[int, int]:
+        """What `prune` would free now, without doing it. Bytes that others share stay and do not count."""
+        chain = self.chains.chains.get(chain_id)
+        if chain is None:
+            return 0, 0
+        tokens, units = self.chains.price(chain, intervals)
+        return tokens, max(0, units) * self.pool.cls.unit_bytes
+
+    def fork(self, chain_id: str, new_chain_id: str, length: int) -> None:
+        """A new chain that shares the first `length` committed tokens; a busy chain gives its last boundary.
+
+        Nothing happens for a chain that is not known: the child's first request prefills. Raises BadRequest for a length
+        past the end or a new name that is taken.
+        """
+        chain = self.chains.chains.get(chain_id)
+        if chain is not None:
+            self.chains.fork(chain, new_chain_id, length)
+
+    def rollback(self, chain_id: str, length: int) -> None:
+        """Cut the chain back to its first `length` tokens. Raises Busy, BadRequest for a length past the end."""
+        chain = self._idle(chain_id)
+        if chain is not None:
+            self.chains.rollback(chain, length)
+            self.scheduler.memory_changed()
+
+    def suspend(self, chain_id: str) -> None:
+        """Its KV is reclaimed before that of other chains, until the next request."""
+        chain = self.chains.chains.get(chain_id)
+        if chain is not None:
+            chain.suspended = True
+
+    def drop(self, chain_id: str) -> None:
+        """Forget the chain; what other chains and requests share stays. Raises Busy."""
+        chain = self._idle(chain_id)
+        if chain is not None:
+            self.chains.drop(chain)
+            self.scheduler.memory_changed()
+
+    def chain_info(self, chain_id: str) -> ChainInfo | None:
+        """What is held for the chain; None for a chain that is not known."""
+        chain = self.chains.chains.get(chain_id)
+        if chain is None:
+            return None
+        unit = self.pool.cls.unit_bytes
+        return ChainInfo(
+            chain_id=chain_id,
+            logical_length=len(chain.token_ids),
+            resident_tokens=chain.state.length if chain.state is not None else 0,
+            bytes_held=len(set(self.pool.units_of(chain.slices()))) * unit,
+            bytes_unique=self.chains.unique_units(chain) * unit,
+            busy=chain.active is not None,
+            checkpoints=tuple(checkpoint.length for checkpoint in chain.checkpoints),
+        )
+
+    # -- accounts
+
+    def stats(self) -> EngineStats:
+        """Where the memory is. Walks every table: for metrics, not for every step."""
+        return measure(self.pool, self.radix, self.chains, self.scheduler)
+
+    def check(self) -> None:
+        """Integrity of every account, found by walking all holders. Raises ArenaError or AssertionError."""
+        check(self.pool, self.radix, self.chains, self.scheduler)
+        queued = {seq.seq_id for seq in self.scheduler.sequences()}
+        assert queued == set(self._open)
+        assert self.tokenizer is None or queued == set(self._streams)
+
+    # -- inside
+
+    def _max_tokens(self, request: Request) -> int:
+        """Tokens the sequence may generate. Raises ContextOverflow and Capacity."""
+        prompt, window, wanted = len(request.token_ids), self.config.window, request.sampling.max_tokens
+        edits = normal_edits(request.edits, prompt)
+        if prompt + 1 > window:
+            pruned = sum(size(edit.removed) for edit in edits)
+            raise ContextOverflow(
+                f"{prompt} tokens leave no room in a window of {window}",
+                logical=prompt,
+                resident=prompt - pruned,
+                limit=window,
+                freeable=pruned,
+            )
+
+        def fits(max_tokens: int) -> bool:
+            return self.oracle.cost(None, edits, prompt + max_tokens - 1).peak <= self.pool.total_units
+
+        most = min(wanted or DEFAULT_MAX_TOKENS, window - prompt)
+        least = most if wanted is not None else 1
+        if not fits(least):
+            peak = self.oracle.cost(None, edits, prompt + least - 1).peak
+            raise Capacity(
+                f"{prompt} prompt tokens and {least} to generate need {peak} pages of {self.pool.page_size} tokens; "
+                f"the whole KV memory has {self.pool.total_units}"
+            )
+        while least < most:
+            middle = (least + most + 1) // 2
+            least, most = (middle, most) if fits(middle) else (least, middle - 1)
+        return least
+
+    def _resume(self, seq: Sequence, fresh: bool) -> None:
+        """Give the sequence the longest usable state: its chain's, else the prefix cache's, else an empty one."""
+        request, limit = seq.request, seq.num_prompt_tokens - 1
+        wanted = normal_edits(request.edits, seq.num_prompt_tokens)
+        chain = self.chains.chains.get(request.chain_id or "")
+        length, todo = chain.continuation(request, wanted, limit) if chain is not None and not fresh else (0, list(wanted))
+        pieces = self.radix.match(request.salt, seq.token_ids, 0 if fresh else min([limit, *(edit.at - 1 for edit in wanted)]))
+        state = KVState.of(self.pool, pieces)
+        if chain is not None and chain.state is not None and length and length >= state.length:
+            state.release()
+            state = chain.state.fork()
+            state.cut(length)
+        else:
+            todo = list(wanted)
+        seq.state, seq.pending_edits, seq.num_cached_tokens = state, todo, state.logical_length
+        seq.miss = self._miss(seq, chain, fresh)
+
+    def _miss(self, seq: Sequence, chain: Chain | None, fresh: bool) -> Miss | None:
+        reused, limit = seq.num_cached_tokens, seq.num_prompt_tokens - 1
+        if chain is None or not chain.token_ids:
+            return Miss(reason="new", tokens=limit - reused) if reused < limit else None
+        expected = min(chain.boundary, limit)
+        if reused >= expected:
+            return None
+        if fresh:
+            return Miss(reason="reclaimed", tokens=expected - reused, detail="no room beside the resident state")
+        return Miss(reason=chain.miss_reason(seq.request, expected), tokens=expected - reused)
+
+    def _execute(self, batch: Batch) -> list[int | None] | EngineFault:
+        """Sampled tokens by row, or the fault that ended the step."""
+        try:
+            return self._on_device(batch) if batch.rows else []
+        except EngineFault as fault:
+            return fault
+
+    def _on_device(self, batch: Batch) -> list[int | None]:
+        self._move(batch.moves)
+        try:
+            drawn = self.runner.execute(batch)
+        except Exception as error:
+            raise EngineFault(f"a step failed: {type(error).__name__}: {error}") from error
+        if [token is not None for token in drawn] != [work.sample for work in batch.rows]:
+            raise EngineFault("the runner did not sample the rows it was asked to")
+        return drawn
+
+    def _accept(self, batch: Batch, drawn: list[int | None] | EngineFault) -> list[tuple[Sequence, int | None]]:
+        """Append what was drawn; sequences that got a token or ended, each with its token."""
+        touched: list[tuple[Sequence, int | None]] = []
+        for index, work in enumerate(batch.rows):
+            seq = self._open[work.seq_id]
+            seq.num_prefilled_tokens += max(0, min(len(work.tokens), seq.num_prompt_tokens - work.position))
+            if isinstance(drawn, EngineFault):
+                seq.fault = drawn
+                self.abort(seq)
+                touched.append((seq, None))
+                continue
+            token = drawn[index]
+            if token is not None:
+                seq.token_ids.append(token)
+                touched.append((seq, token))
+        return touched
+
+    def _collect(self, touched: list[tuple[Sequence, int | None]]) -> list[StepOutput]:
+        """Turn new tokens into text and end what is complete."""
+        outputs = []
+        for seq, token in touched:
+            text = ""
+            if token is not None:
+                text = self._text(seq, token)
+                if seq.finish_reason is not None:
+                    self.scheduler.finish(seq)
+            outputs.append(StepOutput(seq, () if token is None else (token,), text, seq.status is not Status.RUNNING))
+        return outputs
+
+    def _text(self, seq: Sequence, token: int) -> str:
+        """Visible text of a new token; sets finish_reason when it is the last."""
+        stream, text = self._streams.get(seq.seq_id), ""
+        if token in seq.request.stop_ids:
+            seq.finish_reason = "stop"
+        elif stream is not None:
+            text = stream.push(token)
+        if stream is not None and stream.stop_text is not None:
+            seq.finish_reason, seq.stop_text, seq.kept_ids = "stop", stream.stop_text, stream.kept_ids
+        elif seq.finish_reason is None and seq.num_generated >= seq.max_tokens:
+            seq.finish_reason = "length"
+        if stream is not None and seq.finish_reason is not None:
+            text += stream.close()
+        return text
+
+    def _close(self, seq: Sequence) -> None:
+        self._open.pop(seq.seq_id, None)
+        self._streams.pop(seq.seq_id, None)
+        self.chains.leave(seq)
+
+    def _idle(self, chain_id: str) -> Chain | None:
+        chain = self.chains.chains.get(chain_id)
+        if chain is not None and chain.active is not None:
+            raise Busy(f"chain {chain_id!r} is advanced by a request", retry_after=1.0)
+        return chain
+
+    def _acquire(self, units: int, chain: Chain) -> int:
+        short = units - self.scheduler.spare_units()
+        if short > 0:
+            self.oracle.reclaim(short, keep=chain.chain_id)
+        return max(0, self.scheduler.spare_units())
+
+    def _move(self, moves: list[Moves]) -> None:
+        try:
+            for source, target in moves:
+                self.runner.move_slots(source, target)
+        except Exception as error:
+            raise EngineFault(f"moving KV failed: {type(error).__name__}: {error}") from error

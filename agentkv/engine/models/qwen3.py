@@ -1,0 +1,11 @@
+"""Qwen3: queries and keys are normed by head before they are rotated."""
+
+from __future__ import annotations
+
+from agentkv.engine.layers import Decoder
+
+
+class Qwen3(Decoder):
+    """Qwen3ForCausalLM: the dense Qwen3 checkpoints, and the bundled micro."""
+
+    qk_norm = True

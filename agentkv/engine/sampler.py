@@ -1,0 +1,78 @@
+"""Logits to token ids. A row's draw depends on its logits, its seed and its step, never on the rest of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from agentkv.engine.core import RowWork
+
+_MASK32 = 0xFFFFFFFF
+
+
+def sample(logits: Tensor, works: Sequence[RowWork]) -> Tensor:
+    """Token ids int64 `[num_rows]` on the device, from logits `[num_rows, vocab_size]`, one work each.
+
+    Temperature 0 takes the largest logit. Otherwise: divide by temperature, keep the top_k largest, of those the smallest
+    set whose probability reaches top_p, and draw. Equal logits stand in order of token id.
+    """
+    drawn = [index for index, work in enumerate(works) if work.sampling.temperature > 0]
+    tokens = logits.argmax(dim=-1)
+    if not drawn:
+        return tokens
+    chosen = [works[index] for index in drawn]
+    where = torch.tensor(drawn, device=logits.device)
+    tokens[where] = _draw(logits[where].double(), chosen)
+    return tokens
+
+
+def _draw(logits: Tensor, works: Sequence[RowWork]) -> Tensor:
+    """Draw by the largest logit plus Gumbel noise, float64 `[num_rows, vocab_size]`."""
+    device = logits.device
+    temperature = torch.tensor([work.sampling.temperature for work in works], dtype=torch.float64, device=device)
+    scaled = logits / temperature.unsqueeze(1)
+    if any(work.sampling.top_k or work.sampling.top_p < 1 for work in works):
+        scaled = _limit(scaled, works)
+    return (scaled + _gumbel(works, logits.shape[1], device)).argmax(dim=-1)
+
+
+def _limit(scaled: Tensor, works: Sequence[RowWork]) -> Tensor:
+    """-inf outside each row's top_k and top_p sets."""
+    device, vocab_size = scaled.device, scaled.shape[1]
+    top_k = torch.tensor([work.sampling.top_k or vocab_size for work in works], device=device).unsqueeze(1)
+    top_p = torch.tensor([work.sampling.top_p for work in works], dtype=torch.float64, device=device).unsqueeze(1)
+    ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
+    ordered = ordered.masked_fill(torch.arange(vocab_size, device=device) >= top_k, -torch.inf)
+    probability = ordered.softmax(dim=-1)
+    before = probability.cumsum(dim=-1) - probability
+    outside = (before >= top_p) & (top_p < 1)
+    outside[:, 0] = False
+    ordered = ordered.masked_fill(outside, -torch.inf)
+    return torch.empty_like(scaled).scatter_(1, order, ordered)
+
+
+def _gumbel(works: Sequence[RowWork], vocab_size: int, device: torch.device) -> Tensor:
+    """Gumbel noise `[num_rows, vocab_size]` float64, a pure function of (seed, step, token id) on every device."""
+    keys = torch.tensor([_key(work.seed, work.step) for work in works], dtype=torch.int64, device=device).unsqueeze(1)
+    ids = torch.arange(vocab_size, dtype=torch.int64, device=device).unsqueeze(0)
+    high = _mix((keys >> 32) ^ _mix(ids ^ (keys & _MASK32)))
+    low = _mix(high ^ ids ^ 0x5BD1E995)
+    bits = (high << 20) | (low >> 12)  # 52 bits
+    uniform = (bits.double() + 0.5) * 2.0**-52
+    return -torch.log(-torch.log(uniform))
+
+
+def _key(seed: int, step: int) -> int:
+    """A 62-bit key of a row's draw."""
+    digest = (seed * 0x9E3779B97F4A7C15 + step * 0xD1B54A32D192ED03 + 0x2545F4914F6CDD1D) & (2**64 - 1)
+    digest = ((digest ^ (digest >> 31)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    return (digest ^ (digest >> 29)) & (2**62 - 1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Scramble 32-bit values held in int64 (products stay below 2**63)."""
+    for multiplier in (0x7FEB352D, 0x6C078965):
+        x = ((x ^ (x >> 16)) * multiplier) & _MASK32
+    return x ^ (x >> 15)

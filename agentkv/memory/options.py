@@ -1,0 +1,53 @@
+"""What a caller may ask of a turn or a prune; what is not served is refused, never ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from agentkv.errors import BadRequest
+from agentkv.types import Sampling
+
+
+def merged(defaults: Sampling, options: Mapping[str, Any]) -> Sampling:
+    """The session's defaults with what a call gives."""
+    given = {name: value for name, value in options.items() if value is not None}
+    if "stop" in given:
+        given["stop"] = (given["stop"],) if isinstance(given["stop"], str) else tuple(given["stop"])
+    sampling: Sampling = defaults.replace(**given)
+    return Sampling(**{name: getattr(sampling, name) for name in Sampling.__struct_fields__})
+
+
+def check_history(history: str) -> None:
+    """Only histories as they were generated are served."""
+    if history == "template":
+        raise not_served("history='template'", "Use history='as_generated': committed tokens are never rendered again", None)
+    if history != "as_generated":
+        raise BadRequest(f"history={history!r}: 'as_generated'", param="history")
+
+
+def check_window(on_window: str) -> None:
+    """Refuse a way to meet the window's end that does not exist."""
+    if on_window not in ("rebuild", "error"):
+        raise BadRequest(f"on_window={on_window!r}: 'rebuild' or 'error'", param="on_window")
+
+
+def check_mode(mode: str) -> None:
+    """Refuse a prune mode that does not exist."""
+    if mode not in ("in_place", "rebuild"):
+        raise BadRequest(f"mode={mode!r}: 'in_place' or 'rebuild'", param="mode")
+
+
+def check_served(tool_choice: Any, response_format: Any, timeout: float | None) -> None:
+    """Refuse what is not served, rather than ignore it."""
+    if tool_choice not in (None, "auto", "none"):
+        raise not_served(f"tool_choice={tool_choice!r}", "Use 'auto' or 'none'", None)
+    if response_format not in (None, "text", {"type": "text"}):
+        raise not_served("response_format", "Ask for the format in the prompt and check the answer", None)
+    if timeout is not None and not timeout > 0:
+        raise BadRequest(f"timeout={timeout!r}: seconds above 0, or None", param="timeout")
+
+
+def not_served(what: str, instead: str, kept: int | None) -> BadRequest:
+    """The error for what is planned but not there."""
+    return BadRequest(f"{what} is not served yet", kept=kept, hint=f"Not served yet. {instead}")

@@ -1,0 +1,341 @@
+"""`Runtime`: one model, its engine and the store of its sessions. The composition root; nothing else joins the halves."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from enum import Enum
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import msgspec
+
+from agentkv.errors import BadRequest, Busy, UnknownOption
+from agentkv.memory.continuation import ContinuationIndex
+from agentkv.memory.session import Session as MemorySession
+from agentkv.tools.registry import Toolbox
+from agentkv.tools.run import ToolLoop
+from agentkv.types import Policy, Sampling, SessionInfo, Turn, options_of
+
+if TYPE_CHECKING:
+    from agentkv.engine.sparse import SparseMethod
+    from agentkv.memory.store import SessionStore
+
+__all__ = ["DEFAULT", "Runtime", "Session", "default_db", "open_store"]
+
+
+class _Default(Enum):
+    DEFAULT = "the user's data folder"
+
+
+DEFAULT = _Default.DEFAULT
+"""`db=DEFAULT`: `agentkv.db` in the user's data folder, or in `AGENTKV_HOME` where that is set."""
+
+Db = str | os.PathLike[str] | None | _Default
+
+
+class Session(MemorySession, ToolLoop):
+    """A session with the tool loop on top. toolbox: the functions that `run` may call."""
+
+    def __init__(self, *args: Any, toolbox: Toolbox | None = None, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.toolbox = toolbox or Toolbox(self.tools)
+        self._runtime: Runtime | None = None
+
+    def standing_turn(self) -> Turn:
+        """The last committed turn: the one whose calls are open."""
+        return self.last_turn or super().standing_turn()
+
+    @property
+    def busy(self) -> bool:
+        """Is a turn running now?"""
+        return self.running
+
+    def _inherit(self, parent: Self) -> None:
+        self.toolbox, self._runtime = parent.toolbox, parent._runtime
+        if self._runtime is not None:
+            self._runtime.adopt(self)
+
+    def close(self) -> None:
+        """Free its KV; a running turn is rolled back. The transcript stays in the store: `Runtime.resume` reopens it."""
+        super().close()
+        if self._runtime is not None:
+            self._runtime.forget(self)
+
+
+class Runtime:
+    """One model in this process, with sessions.
+
+    model: 'micro' or a Hugging Face directory. method: an attention method by name, or an instance. device, dtype: 'auto' or
+    a name. memory: bytes of the KV arena, or like '2GiB'; None chooses. db: None for no store, a path, an SQLAlchemy URL.
+    window: most logical tokens of a session; None is the model's. page_size: slots of a KV page; None chooses.
+
+    Raises UnknownModel, BadModel, UnknownOption, BadRequest and StoreFault. Not closing it leaks nothing past the process.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] = "micro",
+        *,
+        method: str | SparseMethod = "dense",
+        device: str = "auto",
+        dtype: str = "auto",
+        memory: int | str | None = None,
+        db: Db = DEFAULT,
+        window: int | None = None,
+        page_size: int | None = None,
+    ) -> None:
+        from agentkv.runtime_engine import open_engine
+
+        self._store = None if db is None else open_store(db)
+        try:
+            self._engine = open_engine(
+                os.fspath(model),
+                method=method,
+                device=device,
+                dtype=dtype,
+                memory=memory,
+                window=window,
+                page_size=page_size,
+            )
+        except BaseException:
+            if self._store is not None:
+                self._store.close()
+            raise
+        self._live: dict[str, Session] = {}
+        self._lock = threading.RLock()
+        self._closed = False
+        self.continuation = ContinuationIndex()
+
+    def __repr__(self) -> str:
+        return f"<Runtime {self.model_name} on {self.device}, {len(self._live)} sessions>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def model_name(self) -> str:
+        """What the model was opened as."""
+        return self._engine.backend.model_name
+
+    @property
+    def window(self) -> int:
+        """Most logical tokens of a session."""
+        return self._engine.backend.window
+
+    @property
+    def device(self) -> str:
+        """Where the model is."""
+        return self._engine.device
+
+    @property
+    def method(self) -> str:
+        """Name of the attention method."""
+        return self._engine.method_name
+
+    # -- sessions
+
+    def session(
+        self,
+        *,
+        id: str | None = None,
+        system: str | None = None,
+        tools: Iterable[Any] = (),
+        method: str | None = None,
+        policy: Policy | Mapping[str, Any] | None = None,
+        history: str = "as_generated",
+        on_window: str = "rebuild",
+        tenant: str = "",
+        template_args: Mapping[str, Any] | None = None,
+        kind: str = "session",
+        **sampling: Any,
+    ) -> Session:
+        """A new session. tools: typed functions or OpenAI schemas. policy: a Policy or its fields. sampling: defaults of
+        `generate`. tenant: whose it is; KV and sessions of one tenant are invisible to another. kind: 'chat' for those that the
+        server makes for plain chat requests."""
+        if method is not None and method != self.method:
+            raise BadRequest(
+                f"method={method!r}: this runtime serves {self.method!r} only",
+                hint="Open the runtime with that method; several methods in one engine are not served yet",
+                param="method",
+            )
+        if kind not in ("session", "chat"):
+            raise BadRequest(f"kind={kind!r}: 'session' or 'chat'", param="kind")
+        toolbox = Toolbox(tools)
+        with self._lock:
+            if id is not None and id in self._live:
+                raise BadRequest(f"a session {id!r} is open", hint="Resume it, or take another id", param="id")
+            made = Session(
+                self._engine.backend,
+                self._store,
+                session_id=_checked_id(id),
+                system=system,
+                tools=toolbox.schemas,
+                policy=_policy(policy),
+                history=history,
+                on_window=on_window,
+                sampling=_sampling(sampling),
+                template_args=template_args,
+                salt=tenant,
+                tenant=tenant,
+                toolbox=toolbox,
+            )
+            return self.adopt(made)
+
+    def resume(self, id: str, *, tenant: str = "", tools: Iterable[Any] | None = None) -> Session:
+        """The session of that id: the live one, or from the store. tools: its functions, which a store cannot keep."""
+        toolbox = None if tools is None else Toolbox(tools)
+        with self._lock:
+            found = self._live.get(id)
+            if found is not None and found.tenant != tenant:
+                raise _no_session(id)
+            if found is None:
+                if self._store is None:
+                    raise _no_session(id)
+                found = self.adopt(Session.resume(self._engine.backend, self._store, id, salt=tenant, tenant=tenant))
+            if toolbox is not None:
+                found.toolbox = toolbox
+            return found
+
+    def sessions(self, *, tenant: str = "") -> list[SessionInfo]:
+        """All sessions of a tenant: those in the store, and the live ones that have none."""
+        rows = {info.id: info for info in self._store.list(tenant)} if self._store is not None else {}
+        for live in self._live_ones():
+            if live.tenant == tenant:
+                info = live.info()
+                known = rows.get(live.id)
+                rows[live.id] = info if known is None else info.replace(created=known.created, updated=known.updated)
+        return list(rows.values())
+
+    def delete(self, id: str, *, tenant: str = "") -> None:
+        """Close a session and remove its text."""
+        with self._lock:
+            live = self._live.get(id)
+            if live is not None and live.tenant != tenant:
+                raise _no_session(id)
+            if live is not None:
+                live.close()
+        if self._store is not None:
+            self._store.delete(id, tenant=tenant)
+        elif live is None:
+            raise _no_session(id)
+        self.continuation.forget(tenant, id)
+
+    def adopt(self, session: Session) -> Session:
+        """Take a session (new, resumed or forked) among the live ones."""
+        with self._lock:
+            if self._closed:
+                raise Busy("the runtime is closed", hint="Open a new one and resume the session")
+            session._runtime = self
+            self._live[session.id] = session
+        return session
+
+    def forget(self, session: Session) -> None:
+        """A session was closed."""
+        with self._lock:
+            if self._live.get(session.id) is session:
+                del self._live[session.id]
+
+    def _live_ones(self) -> list[Session]:
+        with self._lock:
+            return list(self._live.values())
+
+    # -- state
+
+    def stats(self) -> dict[str, Any]:
+        """Numbers of the engine. arena: bytes by holder, which add up to total. queue: sequences by state. peak_bytes: most
+        arena bytes held at once so far."""
+        worker = self._engine.worker
+        found, peak = worker.call(lambda: (worker.llm.stats(), worker.llm.peak_bytes))
+        return {
+            "arena": found.bytes,
+            "peak_bytes": peak,
+            "queue": {"running": found.rows, "waiting": found.waiting, "finished": found.finished},
+            "sessions": len(self._live),
+            "prefill_tokens_per_second": round(self._engine.backend.prefill_rate(), 1),
+        }
+
+    def check(self) -> None:
+        """Integrity of every memory account; raises AssertionError or EngineFault where one is wrong."""
+        self._engine.worker.call(self._engine.worker.llm.check)
+
+    def ready(self) -> bool:
+        """Do tokens progress while work is queued?"""
+        return not self._closed and self._engine.worker.ready
+
+    def close(self) -> None:
+        """Suspend what is open and stop the engine; running turns are rolled back. Twice is once."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        for live in self._live_ones():
+            with suppress(Exception):
+                live.cancel()
+        self._engine.worker.close()
+        if self._store is not None:
+            self._store.close()
+
+
+def default_db() -> Path:
+    """Where sessions are kept unless you say otherwise; its folder is made."""
+    home = os.environ.get("AGENTKV_HOME")
+    if home:
+        folder = Path(home)
+        folder.mkdir(parents=True, exist_ok=True)
+    else:
+        from platformdirs import user_data_path
+
+        folder = user_data_path("agentkv", ensure_exists=True)
+    return folder / "agentkv.db"
+
+
+def open_store(db: str | os.PathLike[str] | _Default = DEFAULT) -> SessionStore:
+    """The store at a path or URL, migrated to this version. Raises StoreFault."""
+    from agentkv.memory.store import SessionStore
+
+    return SessionStore(default_db() if isinstance(db, _Default) else db)
+
+
+def list_methods() -> list[dict[str, Any]]:
+    """Every attention method, as `agentkv methods` shows it."""
+    from agentkv import runtime_engine
+
+    return runtime_engine.list_methods()
+
+
+def _checked_id(id: str | None) -> str | None:
+    if id is None:
+        return None
+    if not (isinstance(id, str) and 0 < len(id) <= 200 and id.isprintable() and "/" not in id):
+        raise BadRequest(f"id={id!r}: 1 to 200 printable characters, no slash", param="id")
+    return id
+
+
+def _policy(given: Policy | Mapping[str, Any] | None) -> Policy | None:
+    if given is None or isinstance(given, Policy):
+        return given
+    made: Policy = options_of(Policy, given, "policy")
+    return made
+
+
+def _sampling(given: dict[str, Any]) -> Sampling:
+    if isinstance(given.get("stop"), str):
+        given = {**given, "stop": (given["stop"],)}
+    known = {field.name for field in msgspec.structs.fields(Sampling)}
+    unknown = sorted(set(given) - known)
+    if unknown:
+        raise UnknownOption(f"session: unknown option {unknown[0]!r}", hint=f"Sampling: {', '.join(sorted(known))}", param=unknown[0])
+    made: Sampling = options_of(Sampling, {name: value for name, value in given.items() if value is not None}, "session")
+    return made
+
+
+def _no_session(id: str) -> BadRequest:
+    return BadRequest(f"no session {id!r}", hint="List them with Runtime.sessions() or `agentkv sessions ls`")
+

@@ -1,0 +1,250 @@
+"""POST /v1/chat/completions: a resent history becomes the next turn of a session."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from agentkv.errors import AgentkvError, BadRequest
+from agentkv.server.auth import Auth, salt_of
+from agentkv.server.job import Job, Threads
+from agentkv.server.metrics import Metrics, log_line
+from agentkv.server.ports import ConversationPort, RuntimePort, SessionPort, StreamPort
+from agentkv.server.seats import Seat, Seats
+from agentkv.server.wire import (
+    ChatRequest,
+    Reply,
+    call_object,
+    error_object,
+    extension_object,
+    json_response,
+    new_reply,
+    read_chat,
+    read_object,
+    sse,
+)
+from agentkv.types import Event, Miss, ReasoningDelta, TextDelta, ToolCall, ToolCallReady, Turn
+
+ROUTE = "chat"
+
+Answer = tuple[Turn, dict[str, Any]]
+"""A committed turn and the `agentkv` object that goes with it."""
+
+
+class Chat:
+    """The chat route. What blocks is in `answer` and runs in a thread; seats choose the session, wire has the shapes."""
+
+    def __init__(
+        self, runtime: RuntimePort, seats: Seats, auth: Auth, metrics: Metrics, threads: Threads, log: Callable[[str], Any]
+    ) -> None:
+        self._runtime = runtime
+        self._index = runtime.continuation
+        self._seats = seats
+        self._auth = auth
+        self._metrics = metrics
+        self._threads = threads
+        self._log = log
+
+    async def __call__(self, request: Request) -> Response:
+        """Answer one request. An error before the first token has a status of its own, streamed or not."""
+        tenant = self._auth.tenant(request)
+        ask = read_chat(await read_object(request), request.headers, self._runtime.model_name)
+        reply = new_reply(f"chatcmpl-{uuid.uuid4().hex}", self._runtime.model_name)
+        job: Job[Answer] = Job(lambda job: self.answer(tenant, ask, job), request, self._threads)
+        try:
+            first = await job.next()
+            if ask.stream:
+                return StreamingResponse(
+                    self._stream(job, first, reply, ask),
+                    media_type="text/event-stream",
+                    headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+                )
+            turn, extension = await job.finish()
+        except BaseException:
+            job.stop()
+            raise
+        self._account(job, turn)
+        return json_response(reply.completion(turn, extension))
+
+    def answer(self, tenant: str, ask: ChatRequest, job: Job[Answer]) -> Answer:
+        """Find the session, add what is new in the request, generate, and index the new boundary."""
+        conversation: ConversationPort = self._index.read(
+            ask.messages, tools=ask.tools, template_args=ask.template_args, salt=salt_of(tenant)
+        )
+        _check_end(conversation)
+        with self._seats.take(tenant, ask, conversation) as seat:
+            session = seat.session
+            job.interrupt = session.cancel
+            if ask.policy is not None:
+                session.set_policy(ask.policy)
+            _say(session, conversation.messages[: seat.matched], conversation.messages[seat.matched :], ask.prune_after)
+            job.check()
+            turn, extension = _generate(seat, ask, job)
+            self._index.register(
+                tenant,
+                ask.key,
+                conversation,
+                session_id=session.id,
+                chain_id=session.chain_id,
+                turn=session.turns,
+                matched=seat.matched,
+                text=turn.text,
+                reasoning=turn.reasoning,
+                tool_calls=turn.tool_calls,
+                named=seat.named,
+                stateless=seat.stateless,
+            )
+        return turn, extension
+
+    async def _stream(self, job: Job[Answer], first: Event | None, reply: Reply, ask: ChatRequest) -> AsyncIterator[bytes]:
+        """The answer as server-sent events; what went wrong on the way is an event too."""
+        blank: dict[str, Any] = {"usage": None} if ask.include_usage else {}
+        calls = 0
+        opened = False
+        try:
+            event = first
+            while event is not None:
+                if isinstance(event, Opening):
+                    opened = True
+                    yield sse(reply.chunk({"role": "assistant", "content": ""}, agentkv=event.extension, **blank))
+                elif isinstance(event, ToolCallReady):
+                    yield sse(reply.chunk({"tool_calls": [call_object(event.call, calls)]}, **blank))
+                    calls += 1
+                elif isinstance(event, (TextDelta, ReasoningDelta)):
+                    name = "content" if isinstance(event, TextDelta) else "reasoning_content"
+                    yield sse(reply.chunk({name: event.text}, **blank))
+                event = await job.next()
+            turn, extension = await job.finish()
+            if not opened:  # a turn without a single token
+                yield sse(reply.chunk({"role": "assistant", "content": ""}, agentkv=extension, **blank))
+            self._account(job, turn)
+            yield sse(reply.chunk({}, turn.finish_reason, **blank))
+            if ask.include_usage:
+                yield sse(reply.usage_chunk(turn.usage))
+        except AgentkvError as error:
+            self._metrics.failed(ROUTE, error.code)
+            yield sse(error_object(error))
+        finally:
+            job.stop()
+        yield sse("[DONE]")
+
+    def _account(self, job: Job[Answer], turn: Turn) -> None:
+        seconds = time.monotonic() - job.started
+        if job.first_event is not None:
+            self._metrics.first_token(ROUTE, job.first_event - job.started)
+        self._metrics.turn(ROUTE, turn, seconds)
+        self._log(log_line(turn, seconds))
+
+
+class Opening(TextDelta, frozen=True, kw_only=True, tag="opening"):
+    """What is known of a turn at its first token: the `agentkv` object that rides on a stream's first chunk."""
+
+    extension: dict[str, Any]
+
+
+def _check_end(conversation: ConversationPort) -> None:
+    """There must be something to answer."""
+    if not conversation.messages:
+        raise BadRequest("messages: nothing to answer after the system message", param="messages")
+    if conversation.open_calls:
+        raise BadRequest(
+            f"messages: the tool calls {', '.join(conversation.open_calls)} have no result",
+            hint="Add a tool message for each call",
+            param="messages",
+        )
+    if conversation.messages[-1].role == "assistant":
+        raise BadRequest(
+            "messages: the last message is the assistant's; continuing it is not served",
+            hint="End with a user or tool message",
+            param="messages",
+        )
+
+
+def _say(session: SessionPort, known: Sequence[Any], new: Sequence[Any], lags: dict[str, int | None]) -> None:
+    """Add the messages that the session does not have yet. Answers among them come from elsewhere: they are rendered.
+
+    Ids of calls are unique on a branch, but other servers count from 1 in every turn: a repeated id gets a suffix.
+    """
+    for message in known:
+        if message.call_id in lags:  # the latest lag wins; a result that is due or pruned stays so
+            session.set_prune_after(message.call_id, lags[message.call_id])
+    seen = {call.id for message in known for call in message.tool_calls}
+    names: dict[str, str] = {}
+    for message in new:
+        if message.role == "user":
+            session.add_user(message.content)
+        elif message.role == "tool":
+            lag = {"prune_after": lags[message.call_id]} if message.call_id in lags else {}
+            session.add_tool_result(names.get(message.call_id, message.call_id), message.content, **lag)
+        else:
+            calls = []
+            for call in message.tool_calls:
+                names[call.id] = _unused(call.id, seen)
+                calls.append(ToolCall(id=names[call.id], name=call.name, arguments=_arguments(call.raw), raw=call.raw))
+            session.add_assistant(message.content, tuple(calls), message.reasoning)
+
+
+def _generate(seat: Seat, ask: ChatRequest, job: Job[Answer]) -> Answer:
+    session = seat.session
+    opened = False
+    with session.stream(tool_choice="auto" if ask.parse_tools else "none", **ask.sampling) as stream:
+        for event in stream:
+            if not opened:
+                opened = True
+                job.emit(Opening(text="", extension=_opening(seat, stream)))
+            if isinstance(event, (TextDelta, ReasoningDelta, ToolCallReady)):
+                job.emit(event)
+    turn = stream.turn
+    turn = turn.replace(miss=_miss(seat, turn.miss, turn.usage.prefilled_tokens))
+    return turn, extension_object(
+        session_id=session.id,
+        chain_id=session.chain_id,
+        miss=turn.miss,
+        exactness=turn.exactness,
+        pruned_now=turn.pruned_now,
+        resident_tokens=turn.usage.resident_tokens,
+    )
+
+
+def _opening(seat: Seat, stream: StreamPort) -> dict[str, Any]:
+    session = seat.session
+    return extension_object(
+        session_id=session.id,
+        chain_id=session.chain_id,
+        miss=_miss(seat, getattr(stream, "miss", None), getattr(stream, "prefilled_tokens", 0)),
+        exactness=session.exactness,
+        pruned_now=tuple(getattr(stream, "pruned_now", ())),
+        resident_tokens=getattr(stream, "resident_tokens", session.usage.resident_tokens),
+    )
+
+
+def _miss(seat: Seat, engine: Miss | None, prefilled: int) -> Miss | None:
+    """Why something was recomputed: what the history says first, else what the engine says."""
+    miss = seat.miss or engine
+    if miss is not None and not miss.tokens:
+        miss = miss.replace(tokens=prefilled)
+    return miss
+
+
+def _unused(call_id: str, seen: set[str]) -> str:
+    name, number = call_id, 1
+    while name in seen:
+        number += 1
+        name = f"{call_id}#{number}"
+    seen.add(name)
+    return name
+
+
+def _arguments(raw: str) -> dict[str, Any]:
+    """The object that a client's arguments stand for; text that is no JSON object is kept under one name."""
+    try:
+        value = json.loads(raw or "{}")
+    except (ValueError, RecursionError):
+        value = raw
+    return value if isinstance(value, dict) else {"arguments": value}

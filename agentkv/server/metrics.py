@@ -1,0 +1,110 @@
+"""Counters of what was asked and served, and gauges read from the runtime when they are scraped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from agentkv.server.ports import RuntimePort
+from agentkv.types import Turn
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+ARENA = ("free", "active", "chains", "radix")
+QUEUE = ("waiting", "running")
+TOKENS = ("prompt", "cached", "prefilled", "completion", "evicted")
+
+
+class RuntimeGauges(Collector):
+    """Arena bytes by owner (they add up to the total), queue lengths and readiness, read at scrape time."""
+
+    def __init__(self, runtime: RuntimePort) -> None:
+        self._runtime = runtime
+
+    def collect(self) -> Iterator[Metric]:
+        """One family each; what the runtime does not report is left out, never shown as 0."""
+        stats = self._runtime.stats()
+        yield _gauge("agentkv_arena_bytes", "KV arena bytes by state; the states add up", "state", stats.get("arena"), ARENA)
+        yield _gauge("agentkv_queue", "Requests in the engine", "state", stats.get("queue"), QUEUE)
+        total = (stats.get("arena") or {}).get("total")
+        if total is not None:
+            yield GaugeMetricFamily("agentkv_arena_bytes_total", "KV arena bytes", value=total)
+        yield GaugeMetricFamily("agentkv_ready", "Tokens progress while work is queued", value=float(self._runtime.ready()))
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing in advance: registering must not touch the engine."""
+        return ()
+
+
+class Metrics:
+    """One registry per app, so that two apps in a process do not share counts."""
+
+    def __init__(self, runtime: RuntimePort) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(RuntimeGauges(runtime))
+        self._requests = Counter("agentkv_requests", "Requests by route and outcome", ["route", "code"], registry=self.registry)
+        self._tokens = Counter(
+            "agentkv_tokens", "Tokens by kind; prompt = cached + prefilled", ["kind"], registry=self.registry
+        )
+        self._pruned = Counter("agentkv_pruned_tokens", "Tokens whose KV pruning removed", registry=self.registry)
+        self._spans = Counter("agentkv_pruned_spans", "Spans that pruning removed", registry=self.registry)
+        self._misses = Counter(
+            "agentkv_misses", "Turns that recomputed something, by reason", ["reason"], registry=self.registry
+        )
+        self._first = Histogram(
+            "agentkv_ttft_seconds", "Arrival to first token", ["route"], buckets=SECONDS, registry=self.registry
+        )
+        self._whole = Histogram(
+            "agentkv_request_seconds", "Arrival to last token", ["route"], buckets=SECONDS, registry=self.registry
+        )
+
+    def first_token(self, route: str, seconds: float) -> None:
+        """The first token of a request was made."""
+        self._first.labels(route).observe(seconds)
+
+    def failed(self, route: str, code: str) -> None:
+        """A request ended in an error (or its client was gone: 'cancelled')."""
+        self._requests.labels(route, code).inc()
+
+    def turn(self, route: str, turn: Turn, seconds: float) -> None:
+        """A turn was committed and answered."""
+        self._requests.labels(route, "ok").inc()
+        self._whole.labels(route).observe(seconds)
+        for kind in TOKENS:
+            self._tokens.labels(kind).inc(getattr(turn.usage, f"{kind}_tokens"))
+        self._pruned.inc(sum(span.tokens for span in turn.pruned_now))
+        self._spans.inc(len(turn.pruned_now))
+        if turn.miss is not None:
+            self._misses.labels(turn.miss.reason).inc()
+
+    def render(self) -> bytes:
+        """The text exposition."""
+        return generate_latest(self.registry)
+
+
+def log_line(turn: Turn, seconds: float) -> str:
+    """One line a request: `turn 12 · 31,204 prompt · 30,988 cached · 216 prefilled · 2 pruned · 41 ms · chain a3f`."""
+    usage = turn.usage
+    chain = turn.chain_id.replace("_", "-").rsplit("-", 1)[-1][:3] or "-"
+    parts = (
+        f"turn {turn.number}",
+        f"{usage.prompt_tokens:,} prompt",
+        f"{usage.cached_tokens:,} cached",
+        f"{usage.prefilled_tokens:,} prefilled",
+        f"{len(turn.pruned_now):,} pruned",
+        f"{seconds * 1000:,.0f} ms",
+        f"chain {chain}",
+    )
+    return " · ".join(parts)
+
+
+def _gauge(name: str, text: str, label: str, values: Mapping[str, Any] | None, known: tuple[str, ...]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, text, labels=[label])
+    for state in known:
+        if values is not None and state in values:
+            family.add_metric([state], values[state])
+    return family

@@ -1,0 +1,43 @@
+"""Plain torch twins of the kernels: slow, obvious, and the oracle of their tests.
+
+Nothing here shares a function with the kernels it checks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def read_row(pages: Tensor, entries: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
+    """K and V `[length, num_kv_heads, head_dim]` of a row, token by token."""
+    page_size = pages.shape[3]
+    keys = [pages[entries[slot // page_size], :, 0, slot % page_size] for slot in range(length)]
+    values = [pages[entries[slot // page_size], :, 1, slot % page_size] for slot in range(length)]
+    return torch.stack(keys), torch.stack(values)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Causal attention of the last tokens of a row, in float64.
+
+    q: `[num_tokens, num_heads, head_dim]`, the last num_tokens of k's length. k, v: `[length, num_kv_heads, head_dim]`.
+    Returns out like q (float64) and lse `[num_tokens, num_heads]`.
+    """
+    num_tokens, num_heads, _ = q.shape
+    length, num_kv_heads, _ = k.shape
+    group = num_heads // num_kv_heads
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    lse = torch.zeros(num_tokens, num_heads, dtype=torch.float64)
+    for token in range(num_tokens):
+        visible = length - num_tokens + token + 1
+        for head in range(num_heads):
+            keys = k[:visible, head // group].double()
+            scores = keys @ q[token, head].double() * scale
+            top = scores.max()
+            weights = torch.exp(scores - top)
+            lse[token, head] = top + math.log(float(weights.sum()))
+            out[token, head] = (weights / weights.sum()) @ v[:visible, head // group].double()
+    return out, lse

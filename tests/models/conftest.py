@@ -1,0 +1,177 @@
+"""Tiny random checkpoints, their transformers twins, and a host side that lays pages out by hand."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agentkv import methods
+from agentkv.engine.core import GRANULE, Batch, EngineConfig, RowWork
+from agentkv.engine.loader import LoadedModel, load_model
+from agentkv.engine.runner import ModelRunner
+from agentkv.types import Sampling
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+VOCAB = 97
+
+
+@dataclass
+class Host:
+    """Rows with pages in shuffled order, over a runner whose arena starts as NaN bytes."""
+
+    loaded: LoadedModel
+    page_size: int
+    method: Any = None
+    pages_a_row: int = 24
+    max_rows: int = 4
+    runner: ModelRunner = field(init=False)
+    lengths: dict[int, list[int]] = field(init=False)  # row -> [logical, physical]
+
+    def __post_init__(self) -> None:
+        layout = self.loaded.layout(self.page_size)
+        count = self.pages_a_row * self.max_rows
+        config = EngineConfig(
+            memory=(count + 1) * layout.stripe_bytes,
+            window=self.pages_a_row * self.page_size,
+            page_size=self.page_size,
+            max_rows=self.max_rows,
+        )
+        self.runner = ModelRunner(self.loaded, config, self.method or methods.get("dense"))
+        self.runner.pages.arena.fill_(0xFF)
+        stride = layout.stripe_bytes // GRANULE
+        units = [1 + stride * index for index in range(count)]  # one granule off, so that no stripe is aligned to another
+        random.Random(self.page_size).shuffle(units)
+        self.units = {row: units[row * self.pages_a_row : (row + 1) * self.pages_a_row] for row in range(self.max_rows)}
+        self.given: set[int] = set()
+        self.lengths = {row: [0, 0] for row in range(self.max_rows)}
+
+    def batch(self, work: dict[int, list[int]], sample: bool = False) -> Batch:
+        """A batch that appends tokens to rows, in the order of `work`."""
+        updates = [(row, 0, self.units[row]) for row in work if row not in self.given]
+        self.given |= set(work)
+        rows = []
+        for row, tokens in work.items():
+            logical, physical = self.lengths[row]
+            rows.append(RowWork(row, tokens, logical, physical, sample, Sampling(), 0, 0))
+            self.lengths[row] = [logical + len(tokens), physical + len(tokens)]
+        return Batch(rows, updates)
+
+    def logits(self, row: int, tokens: list[int]) -> torch.Tensor:
+        return self.runner.logits(self.batch({row: tokens}))
+
+    def chunked(self, row: int, tokens: list[int], chunks: list[int]) -> torch.Tensor:
+        """Logits of all tokens, forwarded in chunks of the given sizes (the last one takes the rest)."""
+        outs, start = [], 0
+        for size in [*chunks, len(tokens)]:
+            piece = tokens[start : start + size]
+            if piece:
+                outs.append(self.logits(row, piece))
+            start += len(piece)
+        return torch.cat(outs)
+
+    def greedy(self, row: int, prompt: list[int], count: int) -> list[int]:
+        made: list[int] = []
+        tokens = prompt
+        for _ in range(count):
+            (token,) = self.runner.execute(self.batch({row: tokens}, sample=True))
+            assert token is not None
+            made.append(token)
+            tokens = [token]
+        return made
+
+
+def _hf_config(family: str) -> Any:
+    from transformers import LlamaConfig, Qwen3Config
+
+    shared: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.15,
+        "eos_token_id": None,
+    }
+    if family == "qwen3":
+        return Qwen3Config(**shared, tie_word_embeddings=True)
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 500.0,
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    biased = family == "llama-biased"
+    kind = {} if biased else {"rope_parameters": rope}
+    return LlamaConfig(**shared, **kind, tie_word_embeddings=False, attention_bias=biased, mlp_bias=biased)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """family -> directory of a tiny random checkpoint (made once)."""
+    from transformers import AutoModelForCausalLM
+
+    made: dict[str, Path] = {}
+
+    def get(family: str) -> Path:
+        if family not in made:
+            torch.manual_seed(11)
+            model = AutoModelForCausalLM.from_config(_hf_config(family))
+            for name, parameter in model.named_parameters():
+                if parameter.dim() == 1:  # norms of 1 and biases of 0 would hide a mix-up
+                    torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.2)
+            made[family] = tmp_path_factory.mktemp(family)
+            model.save_pretrained(made[family], max_shard_size="60KB")
+        return made[family]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def micro_path() -> Path:
+    import agentkv
+
+    return Path(agentkv.__file__).parent / "data" / "micro"
+
+
+@pytest.fixture(scope="session")
+def model(checkpoint: Any, micro_path: Path) -> Any:
+    """(family, dtype name) -> our loaded model."""
+    made: dict[tuple[str, str], LoadedModel] = {}
+
+    def get(family: str, dtype: str) -> LoadedModel:
+        if (family, dtype) not in made:
+            made[family, dtype] = load_model(micro_path if family == "micro" else checkpoint(family), dtype=dtype)
+        return made[family, dtype]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def twin(checkpoint: Any, micro_path: Path) -> Any:
+    """(family, dtype name) -> transformers' model."""
+    from transformers import AutoModelForCausalLM
+
+    made: dict[tuple[str, str], Any] = {}
+
+    def get(family: str, dtype: str) -> Any:
+        if (family, dtype) not in made:
+            path = micro_path if family == "micro" else checkpoint(family)
+            made[family, dtype] = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype]).eval()
+        return made[family, dtype]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def host() -> type[Host]:
+    return Host

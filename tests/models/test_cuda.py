@@ -1,0 +1,81 @@
+"""The same engine on a GPU: eager, against itself on the CPU."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from agentkv import methods
+from agentkv.engine.core import GRANULE, Batch, EngineConfig, RowWork
+from agentkv.engine.loader import load_model
+from agentkv.engine.runner import ModelRunner
+from agentkv.types import Sampling
+
+pytestmark = pytest.mark.gpu
+
+
+def play(loaded: Any, rows: int, memory: int = 64 << 20, first_unit: int = 0) -> torch.Tensor:
+    """Prompts of different lengths, a chunk with history, then decodes of all rows at once: all logits, on the CPU."""
+    runner = ModelRunner(loaded, EngineConfig(memory, 256, page_size=16, max_rows=rows), methods.get("dense"))
+    stride = runner.layout.stripe_bytes // GRANULE
+    generator = torch.Generator().manual_seed(1)
+    order = torch.randperm(rows * 8, generator=generator).tolist()
+    table = [(row, 0, [first_unit + stride * order[row * 8 + page] for page in range(8)]) for row in range(rows)]
+    at = [0] * rows
+    outs = []
+
+    def step(counts: dict[int, int], updates: list[Any]) -> None:
+        works = []
+        for row, count in counts.items():
+            tokens = torch.randint(0, 97, (count,), generator=generator).tolist()
+            works.append(RowWork(row, tokens, at[row], at[row], True, Sampling(), 0, 1))
+            at[row] += count
+        outs.append(runner.logits(Batch(works, updates)).cpu())
+
+    step({row: 3 + 2 * row for row in range(rows)}, table)
+    step({0: 40, **dict.fromkeys(range(1, rows), 1)}, [])
+    for _ in range(4):
+        step(dict.fromkeys(range(rows), 1), [])
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-3), ("float64", 1e-9), ("bfloat16", 0.06)])
+def test_logits_on_a_gpu(checkpoint: Any, family: str, dtype: str, tolerance: float) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    want = play(load_model(checkpoint(family), dtype="float64"), 24)
+    got = play(load_model(checkpoint(family), device="cuda", dtype=dtype), 24)
+    assert (got - want).abs().max() <= tolerance * max(1.0, float(want.abs().max()))
+
+
+def test_stripes_above_four_gib_on_a_gpu(checkpoint: Any) -> None:
+    loaded = load_model(checkpoint("qwen3"), device="cuda", dtype="float32")
+    want = play(loaded, 6)
+    got = play(loaded, 6, memory=(5 << 30), first_unit=(4 << 30) // GRANULE + 3)
+    assert torch.equal(got, want)
+
+
+def test_decodes_of_many_rows_do_not_cost_as_many_steps(micro_path: Any) -> None:
+    """One launch a layer for all rows: 48 rows at 2K within four times one row."""
+    loaded = load_model(micro_path, device="cuda")
+    runner = ModelRunner(loaded, EngineConfig(2 << 30, 4096, page_size=16, max_rows=48), methods.get("dense"))
+    stride = runner.layout.stripe_bytes // GRANULE
+    pages = 160
+    table = [(row, 0, [stride * (row * pages + page) for page in range(pages)]) for row in range(48)]
+    runner.execute(Batch([], table))
+
+    def milliseconds(rows: int) -> float:
+        times = []
+        for step in range(30):
+            works = [RowWork(row, [5], 2000 + step, 2000 + step, True, Sampling(), 0, 1) for row in range(rows)]
+            start = time.perf_counter()
+            runner.execute(Batch(works))
+            times.append(time.perf_counter() - start)
+        return sorted(times)[15] * 1e3
+
+    one, many = milliseconds(1), milliseconds(48)
+    print(f"decode at 2K: 1 row {one:.2f} ms, 48 rows {many:.2f} ms")
+    assert many < 4 * one
