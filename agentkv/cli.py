@@ -101,7 +101,7 @@ def run(
 ) -> None:
     """Run the tool loop on one prompt. Without --bash the model has no tools."""
     from agentkv.runtime import DEFAULT, Runtime
-    from agentkv.tools.bash import bash as unrestricted
+    from agentkv.tools.shell import bash as unrestricted
 
     tools = [unrestricted] if bash else []
     with Runtime(model, db=db or DEFAULT) as runtime:
@@ -121,7 +121,9 @@ def serve(
     port: Annotated[int, typer.Option()] = 8000,
     method: Annotated[str, typer.Option(help="Attention method.")] = "dense",
     memory: Annotated[str | None, typer.Option(help="KV arena: bytes, or like 2GiB.")] = None,
-    api_key: Annotated[list[str] | None, typer.Option(envvar="AGENTKV_API_KEY", help="Accepted bearer key; repeatable.")] = None,
+    api_key: Annotated[
+        list[str] | None, typer.Option(envvar="AGENTKV_API_KEY", help="Accepted bearer key; repeatable.")
+    ] = None,
     policy: Annotated[Path | None, typer.Option(help="JSON file with the default pruning policy.")] = None,
     db: Db = None,
 ) -> None:
@@ -189,7 +191,7 @@ def _policy_file(path: Path) -> Policy:
     try:
         given = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise BadRequest(f"policy file {path}: {error}", hint="A JSON object like {\"prune_after\": 4}") from None
+        raise BadRequest(f"policy file {path}: {error}", hint='A JSON object like {"prune_after": 4}') from None
     policy: Policy = options_of(Policy, given, f"policy file {path}")
     return policy
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from agentkv.runtime import DEFAULT, Runtime, open_store
+from agentkv.runtime import DEFAULT, Runtime, open_store, transcript
 
 app = typer.Typer(help="Stored sessions: ls, show, spans, plan, prune, fork, rm.", no_args_is_help=True)
 
@@ -40,10 +40,12 @@ def ls(db: Db = None, as_json: AsJson = False) -> None:
 def show(session_id: Id, db: Db = None, as_json: AsJson = False) -> None:
     """Print a session's transcript."""
     with open_store(db or DEFAULT) as store:
-        messages = store.messages(session_id)
+        messages = transcript(store, session_id)
     lines = []
     for message in messages:
-        calls = "".join(f" [{call['function']['name']} {call['function']['arguments']}]" for call in message.get("tool_calls", []))
+        calls = "".join(
+            f" [{call['function']['name']} {call['function']['arguments']}]" for call in message.get("tool_calls", [])
+        )
         lines.append(f"{message['role']}: {message.get('content') or ''}{calls}")
     _out(as_json, {"id": session_id, "messages": messages}, lines)
 
@@ -53,7 +55,9 @@ def spans(session_id: Id, db: Db = None, as_json: AsJson = False) -> None:
     """Print a session's spans: interval, state, tokens."""
     with open_store(db or DEFAULT) as store:
         rows = store.spans(session_id)
-    lines = [f"{row.id}  turn {row.turn:3}  {row.kind:11} {row.state:8} {row.tokens:6} tokens  {row.tool_name or ''}" for row in rows]
+    lines = [
+        f"{row.id}  turn {row.turn:3}  {row.kind:11} {row.state:8} {row.tokens:6} tokens  {row.tool_name or ''}" for row in rows
+    ]
     _out(as_json, {"id": session_id, "spans": rows}, lines)
 
 
@@ -69,7 +73,11 @@ def plan(
     """Price a prune before making it."""
     with _opened(session_id, model, db) as (session, _):
         priced = session.plan({"spans": span, "mode": mode} if span else None)
-    _out(as_json, priced, [f"frees {priced.frees_tokens} tokens ({priced.frees_now:,} bytes now), prefills {priced.prefill_tokens}"])
+    _out(
+        as_json,
+        priced,
+        [f"frees {priced.frees_tokens} tokens ({priced.frees_now:,} bytes now), prefills {priced.prefill_tokens}"],
+    )
 
 
 @app.command("prune")

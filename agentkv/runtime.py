@@ -249,12 +249,13 @@ class Runtime:
     # -- state
 
     def stats(self) -> dict[str, Any]:
-        """Numbers of the engine. arena: bytes by holder, which add up to total. queue: sequences by state. peak_bytes: most
-        arena bytes held at once so far."""
+        """Numbers of the engine. arena: bytes by holder, which add up to total. reserved_bytes: free bytes that running
+        sequences may still take. peak_bytes: most arena bytes held at once so far. queue: sequences by state."""
         worker = self._engine.worker
         found, peak = worker.call(lambda: (worker.llm.stats(), worker.llm.peak_bytes))
         return {
-            "arena": found.bytes,
+            "arena": {name: size for name, size in found.bytes.items() if name != "reserved"},
+            "reserved_bytes": found.bytes["reserved"],
             "peak_bytes": peak,
             "queue": {"running": found.rows, "waiting": found.waiting, "finished": found.finished},
             "sessions": len(self._live),
@@ -303,6 +304,16 @@ def open_store(db: str | os.PathLike[str] | _Default = DEFAULT) -> SessionStore:
     return SessionStore(default_db() if isinstance(db, _Default) else db)
 
 
+def transcript(store: SessionStore, session_id: str) -> list[dict[str, Any]]:
+    """A stored session's messages in OpenAI's form; no model is needed."""
+    from agentkv.memory.restore import restored
+    from agentkv.memory.transcript import openai_message
+
+    saved = store.load(session_id)
+    head = [] if saved.settings.system is None else [{"role": "system", "content": saved.settings.system}]
+    return head + [openai_message(message) for message in restored(saved).messages]
+
+
 def list_methods() -> list[dict[str, Any]]:
     """Every attention method, as `agentkv methods` shows it."""
     from agentkv import runtime_engine
@@ -331,11 +342,12 @@ def _sampling(given: dict[str, Any]) -> Sampling:
     known = {field.name for field in msgspec.structs.fields(Sampling)}
     unknown = sorted(set(given) - known)
     if unknown:
-        raise UnknownOption(f"session: unknown option {unknown[0]!r}", hint=f"Sampling: {', '.join(sorted(known))}", param=unknown[0])
+        raise UnknownOption(
+            f"session: unknown option {unknown[0]!r}", hint=f"Sampling: {', '.join(sorted(known))}", param=unknown[0]
+        )
     made: Sampling = options_of(Sampling, {name: value for name, value in given.items() if value is not None}, "session")
     return made
 
 
 def _no_session(id: str) -> BadRequest:
     return BadRequest(f"no session {id!r}", hint="List them with Runtime.sessions() or `agentkv sessions ls`")
-

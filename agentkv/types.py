@@ -278,7 +278,9 @@ def options_of(cls: type[Frozen], given: Mapping[str, Any], where: str) -> Any:
     known = {field.name for field in msgspec.structs.fields(cls)}
     unknown = sorted(set(given) - known)
     if unknown:
-        raise UnknownOption(f"{where}: unknown option {unknown[0]!r}", hint=f"Known: {', '.join(sorted(known))}", param=unknown[0])
+        raise UnknownOption(
+            f"{where}: unknown option {unknown[0]!r}", hint=f"Known: {', '.join(sorted(known))}", param=unknown[0]
+        )
     try:
         return msgspec.convert(dict(given), cls)
     except msgspec.ValidationError as error:

@@ -52,7 +52,10 @@ DOORS = {
 def sources() -> list[tuple[str, Path]]:
     """(dotted path under agentkv with slashes, real file) of every module of the package."""
     found = []
-    for folder, prefix in ((ROOT / "agentkv", ""), *((ROOT / name, name + "/") for name in ("kernels", "methods", "integrations"))):
+    for folder, prefix in (
+        (ROOT / "agentkv", ""),
+        *((ROOT / name, name + "/") for name in ("kernels", "methods", "integrations")),
+    ):
         for path in sorted(folder.rglob("*.py")):
             relative = path.relative_to(folder)
             if prefix == "" and relative.parts[0] in ("kernels", "methods", "integrations"):
@@ -100,7 +103,12 @@ def violations() -> list[str]:
                 target = "types" if target in LEAVES else owner(target)
                 if target != me and target not in ALLOWED[me]:
                     bad.append(f"{where}: {me} imports {name}")
-                if me == "methods" and target == "engine" and name.split(".")[2:3] and name.split(".")[2] not in ENGINE_PARTS_FOR_METHODS:
+                if (
+                    me == "methods"
+                    and target == "engine"
+                    and name.split(".")[2:3]
+                    and name.split(".")[2] not in ENGINE_PARTS_FOR_METHODS
+                ):
                     bad.append(f"{where}: a method imports {name}")
             door = DOORS.get(name.split(".")[0])
             if door is not None and not any(module == place or module.startswith((place + "/", place + "_")) for place in door):

@@ -42,5 +42,10 @@ def run_world(
             on_result=told,
         )
         conditions = {"model": runtime.model_name, "device": str(runtime.device), "method": "dense", "dialect": NATIVE.name}
-    options = {"max_bytes": max_bytes, "prune_after": prune_after, "mode": mode, "seconds": round(time.monotonic() - started, 1)}
+    options = {
+        "max_bytes": max_bytes,
+        "prune_after": prune_after,
+        "mode": mode,
+        "seconds": round(time.monotonic() - started, 1),
+    }
     return {**result, **conditions, **options}

@@ -54,7 +54,8 @@ class Branch:
         self.lock = threading.RLock()
         self.running: RunningTurn | None = None
         self.closed = False
-        self.epoch: int | None = None  # since a rebuild and until the next commit: the chain's KV ends here
+        self.epoch: int | None = None  # until the next commit: the chain's KV ends here, before the last boundary
+        self.rebuilt = False  # because of a rebuild
         self.refingered = settings.fingerprint != backend.fingerprint
         self.unreported: list[PrunedSpan] = []  # pruned when a turn started, and no turn committed since
 
@@ -223,6 +224,7 @@ class Branch:
         draft.apply_rebuild(rebuilt)
         self.journal.marked(draft)
         self.ledger = draft
+        self.rebuilt = True
         self._cut(rebuilt.start, "starting a new epoch")
         return [_pruned(record, rebuilt.prunes[record.id]) for record, _, _ in chosen]
 
@@ -278,7 +280,7 @@ class Branch:
             with self.kv(doing):
                 self.backend.rollback(self.chain_id, length)
         if self.epoch >= self.ledger.length:
-            self.epoch = None
+            self.epoch, self.rebuilt = None, False
 
     def adopt(self) -> None:
         """A branch that was just loaded: make the chain, if there is one, agree with what the store says."""
@@ -301,7 +303,7 @@ class Branch:
         child = Branch(self.backend, journal, draft, self.settings, session_id=session_id, tenant=self.tenant, salt=self.salt)
         child.refingered = self.refingered
         if self.epoch is not None and self.epoch < draft.length:
-            child.epoch = self.epoch
+            child.epoch, child.rebuilt = self.epoch, self.rebuilt
         with suppress(AgentkvError):  # nothing shared: the child prefills
             with child.kv("forking"):
                 self.backend.fork(self.chain_id, chain_id, draft.length if child.epoch is None else child.epoch)

@@ -57,7 +57,7 @@ def _rebuild(branch: Branch, edit: Sequence[Chosen], names: tuple[str, ...]) -> 
     rebuilt = ledger.rebuild(edit, branch.placeholder())
     with branch.engine("pricing a rebuild"):
         held = branch.backend.held(branch.chain_id)
-        resident = 0 if held is None else held.logical_length
+        resident = 0 if held is None or not held.resident_tokens else held.logical_length
         gone: list[Interval] = [(low, high) for low, high, _ in rebuilt.replacements if high <= resident]
         freed = branch.backend.price(branch.chain_id, gone) if gone else None
         rate = branch.backend.prefill_rate()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -68,7 +69,7 @@ class Session(Standing):
             check_history(history)
             check_window(on_window)
             settings = Settings(
-                system=system,
+                system=None if system is None else said(system, "system"),
                 tools=tuple(tools),
                 policy=policy,
                 sampling=sampling or Sampling(),
@@ -80,7 +81,7 @@ class Session(Standing):
             )
             session_id, chain_id = session_id or new_id("s"), chain_id or new_id("c")
             journal = Journal(store, chain_id)
-            ledger = Ledger(system, settings.tools)
+            ledger = Ledger(settings.system, settings.tools)
             branch = Branch(backend, journal, ledger, settings, session_id=session_id, tenant=tenant, salt=salt)
             if store is not None:
                 journal.version = store.create(session_id, chain_id, tenant, settings)
@@ -142,7 +143,7 @@ class Session(Standing):
 
     def add_assistant(self, text: str = "", tool_calls: Iterable[ToolCall] = (), reasoning: str = "") -> list[Span]:
         """Add an answer that a client brought along; it is rendered as history, and its calls are open."""
-        calls = tuple(tool_calls)
+        calls, text, reasoning = tuple(tool_calls), said(text, "content"), said(reasoning, "reasoning")
         with self._branch.change():
             self._branch.check_answered()
             names = [call.id for call in calls]
@@ -385,7 +386,8 @@ class Session(Standing):
                 return
             branch.closed = True
             try:
-                branch.journal.closed()
+                with suppress(Conflict):  # another process goes on with it
+                    branch.journal.closed()
             finally:
                 with branch.engine("closing"):
                     branch.backend.drop(self.chain_id)

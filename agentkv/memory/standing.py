@@ -112,7 +112,7 @@ class Standing:
                 held = None if branch.closed else branch.backend.held(branch.chain_id)
             return SessionInfo(
                 id=self.id,
-                state="closed" if branch.closed else "lost" if held is None else "hot",
+                state="closed" if branch.closed else "hot" if held is not None and held.resident_tokens else "lost",
                 turns=branch.ledger.number,
                 tokens=branch.ledger.length,
                 resident_tokens=0 if held is None else held.resident_tokens,

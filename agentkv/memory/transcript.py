@@ -11,10 +11,14 @@ from agentkv.memory.canonical import text_of
 
 
 def said(content: Any, where: str) -> str:
-    """What a caller gave as content, as text: a string, or a list of text parts joined."""
+    """What a caller gave as content, as text: a string, or a list of text parts joined. Half surrogates become U+FFFD: no
+    tokenizer and no database takes them."""
     if not isinstance(content, (str, list, tuple)):
         raise BadRequest(f"{where}: text, or a list of text parts, not {type(content).__name__}", param=where)
-    return content if isinstance(content, str) else text_of(list(content), where)
+    text = content if isinstance(content, str) else text_of(list(content), where)
+    if text.isascii():
+        return text
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def openai_message(message: Message) -> dict[str, Any]:

@@ -194,7 +194,7 @@ class RunningTurn:
         branch.ledger.apply(draft, turn)
         branch.usage = add_usage(branch.usage, turn.usage)
         branch.unreported = []
-        branch.epoch, branch.refingered = None, False
+        branch.epoch, branch.rebuilt, branch.refingered = None, False, False
         branch.running = None
         self.turn = turn
         if self._timer is not None:
@@ -204,7 +204,7 @@ class RunningTurn:
         branch, prompt = self._branch, self._branch.ledger.length + len(self._rendered.ids)
         recomputed = max(0, counts.prefilled_tokens - len(self._rendered.ids))
         miss = counts.miss
-        if branch.epoch is not None:
+        if branch.rebuilt:
             miss = Miss(reason="rebuild", tokens=recomputed)
         elif branch.refingered and recomputed:
             miss = Miss(reason="fingerprint", tokens=recomputed, detail="model, method or settings changed since the last turn")
@@ -238,7 +238,8 @@ class RunningTurn:
             self._timer.cancel()
         if self.turn is not None:
             return
-        self.cancel()
+        with self._guard:
+            self._cancelled = True
         if self._generation is not None:
             try:
                 self._generation.cancel()

@@ -15,7 +15,7 @@ from agentkv.errors import AgentkvError, BadRequest
 from agentkv.server.auth import Auth, salt_of
 from agentkv.server.job import Job, Threads
 from agentkv.server.metrics import Metrics, log_line
-from agentkv.server.ports import ConversationPort, RuntimePort, SessionPort, StreamPort
+from agentkv.server.ports import ConversationPort, RuntimePort, SessionPort, StreamPort, exactness_of
 from agentkv.server.seats import Seat, Seats
 from agentkv.server.wire import (
     ChatRequest,
@@ -218,7 +218,7 @@ def _opening(seat: Seat, stream: StreamPort) -> dict[str, Any]:
         session_id=session.id,
         chain_id=session.chain_id,
         miss=_miss(seat, getattr(stream, "miss", None), getattr(stream, "prefilled_tokens", 0)),
-        exactness=session.exactness,
+        exactness=exactness_of(session),
         pruned_now=tuple(getattr(stream, "pruned_now", ())),
         resident_tokens=getattr(stream, "resident_tokens", session.usage.resident_tokens),
     )

@@ -14,8 +14,6 @@ from agentkv.types import Turn
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-ARENA = ("free", "active", "chains", "radix")
-QUEUE = ("waiting", "running")
 TOKENS = ("prompt", "cached", "prefilled", "completion", "evicted")
 
 
@@ -28,9 +26,11 @@ class RuntimeGauges(Collector):
     def collect(self) -> Iterator[Metric]:
         """One family each; what the runtime does not report is left out, never shown as 0."""
         stats = self._runtime.stats()
-        yield _gauge("agentkv_arena_bytes", "KV arena bytes by state; the states add up", "state", stats.get("arena"), ARENA)
-        yield _gauge("agentkv_queue", "Requests in the engine", "state", stats.get("queue"), QUEUE)
-        total = (stats.get("arena") or {}).get("total")
+        arena, queue = dict(stats.get("arena") or {}), dict(stats.get("queue") or {})
+        total = arena.pop("total", None)
+        queue.pop("finished", None)  # a count of the past, not a state
+        yield _gauge("agentkv_arena_bytes", "KV arena bytes by holder; they add up to the total", "state", arena)
+        yield _gauge("agentkv_queue", "Requests in the engine", "state", queue)
         if total is not None:
             yield GaugeMetricFamily("agentkv_arena_bytes_total", "KV arena bytes", value=total)
         yield GaugeMetricFamily("agentkv_ready", "Tokens progress while work is queued", value=float(self._runtime.ready()))
@@ -102,9 +102,8 @@ def log_line(turn: Turn, seconds: float) -> str:
     return " · ".join(parts)
 
 
-def _gauge(name: str, text: str, label: str, values: Mapping[str, Any] | None, known: tuple[str, ...]) -> GaugeMetricFamily:
+def _gauge(name: str, text: str, label: str, values: Mapping[str, Any]) -> GaugeMetricFamily:
     family = GaugeMetricFamily(name, text, labels=[label])
-    for state in known:
-        if values is not None and state in values:
-            family.add_metric([state], values[state])
+    for state, value in values.items():
+        family.add_metric([state], value)
     return family

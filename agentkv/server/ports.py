@@ -1,5 +1,5 @@
 # ruff: noqa: D102
-"""What the server asks of a runtime, of its sessions and of its continuation index, as protocols. No logic."""
+"""What the server asks of a runtime, of its sessions and of its continuation index, as protocols."""
 
 from __future__ import annotations
 
@@ -34,6 +34,8 @@ class SessionPort(Protocol):
     @property
     def busy(self) -> bool: ...
     @property
+    def closed(self) -> bool: ...
+    @property
     def turns(self) -> int: ...
     @property
     def tokens(self) -> int: ...
@@ -42,7 +44,7 @@ class SessionPort(Protocol):
     @property
     def tools(self) -> Sequence[Any]: ...
     @property
-    def exactness(self) -> Exactness: ...
+    def last_turn(self) -> Turn | None: ...
     @property
     def usage(self) -> Usage: ...
     @property
@@ -68,6 +70,14 @@ class SessionPort(Protocol):
     def cancel(self) -> Any: ...
     def set_policy(self, policy: Policy | None) -> Any: ...
     def set_prune_after(self, span: Any, prune_after: int | None) -> Any: ...
+
+
+def exactness_of(session: SessionPort) -> Exactness:
+    """How exact the session's KV is now: its own word, else that of its last turn."""
+    own: Exactness | None = getattr(session, "exactness", None)
+    if own is not None:
+        return own
+    return session.last_turn.exactness if session.last_turn is not None else "exact"
 
 
 class ConversationPort(Protocol):

@@ -84,7 +84,9 @@ class Seats:
 
     def refresh(self, tenant: str, session: SessionPort) -> None:
         """A verb outside chat changed this session: index it anew, if it is indexed."""
-        if self._index.knows(tenant, session.id):
+        if session.closed:
+            self._index.forget(tenant, session.id)
+        elif self._index.knows(tenant, session.id):
             self._learn(tenant, None, session)
 
     # -- finding

@@ -14,7 +14,7 @@ from agentkv.errors import AgentkvError, BadRequest, UnknownOption
 from agentkv.server.auth import Auth
 from agentkv.server.job import Job, Threads
 from agentkv.server.metrics import Metrics, log_line
-from agentkv.server.ports import RuntimePort, SessionPort
+from agentkv.server.ports import RuntimePort, SessionPort, exactness_of
 from agentkv.server.seats import Seats
 from agentkv.server.wire import error_object, json_response, read_object, sse
 from agentkv.types import Event, Policy, Turn, TurnDone, options_of
@@ -187,7 +187,7 @@ def session_object(session: SessionPort) -> dict[str, Any]:
         "usage": session.usage,
         "tools": list(session.tools),
         "system": session.system,
-        "exactness": session.exactness,
+        "exactness": exactness_of(session),
     }
 
 

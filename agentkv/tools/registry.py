@@ -87,6 +87,13 @@ class Toolbox:
         """Names of the tools that only an `execute=` can run."""
         return tuple(name for name, made in self._tools.items() if made.function is None)
 
+    def with_functions(self, given: Toolbox) -> Toolbox:
+        """The same tools, each with the function that `given` has for its name; schemas stay as they are here."""
+        functions = {name: made for name, made in given._tools.items() if made.function is not None}
+        return Toolbox(
+            functions[name].replace(schema=made.schema) if name in functions else made for name, made in self._tools.items()
+        )
+
     def call(self, call: ToolCall) -> str:
         """The text a call gives, error texts included."""
         return self.invoke(call).content

@@ -59,7 +59,9 @@ def play_demo(*, seed: int, prune_after: int, show: Show) -> dict[str, Any]:
     followup = _resume_elsewhere(session_id)
     if followup["question"]:
         mark = "right" if followup["right"] else "wrong"
-        show(f"  asked [bold]{_plain(followup['question'])}[/bold]  answered [bold]{_plain(followup['answer'])}[/bold]  ({mark})")
+        show(
+            f"  asked [bold]{_plain(followup['question'])}[/bold]  answered [bold]{_plain(followup['answer'])}[/bold]  ({mark})"
+        )
     with Runtime("micro") as runtime:
         runtime.delete(session_id)
     result = {
@@ -86,11 +88,15 @@ def _play(session: Session, world: World, task: Task, prune_after: int, show: Sh
         elif isinstance(event, TurnDone):
             turns.append(event.turn)
             for gone in event.turn.pruned_now:
-                show(f"         [yellow]pruned[/yellow] the result of {gone.call_id}: {gone.tokens} tokens ({_plain(gone.why)})")
+                show(
+                    f"         [yellow]pruned[/yellow] the result of {gone.call_id}: {gone.tokens} tokens ({_plain(gone.why)})"
+                )
             for span in session.spans():
                 if span.state == "due" and span.id not in due:
                     due.add(span.id)
-                    show(f"         [magenta]due[/magenta]    the result of {span.call_id}: {span.tokens} tokens, age {span.age}")
+                    show(
+                        f"         [magenta]due[/magenta]    the result of {span.call_id}: {span.tokens} tokens, age {span.age}"
+                    )
 
     session.add_user(task.prompt)
     session.run(max_turns=MAX_TURNS, prune_after=prune_after, on_event=on_event)

@@ -32,7 +32,9 @@ def draw(visible: list[Content], seed: int, step: int, vocab: int) -> int:
 class FakeRunner:
     """Implements `core.Runner` over a dictionary of slots."""
 
-    def __init__(self, units: int, page_size: int, *, vocab: int = 5, step_tokens: int | None = None, max_rows: int = 64) -> None:
+    def __init__(
+        self, units: int, page_size: int, *, vocab: int = 5, step_tokens: int | None = None, max_rows: int = 64
+    ) -> None:
         self.layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=128, itemsize=2, page_size=page_size)
         self.num_granules = units * (self.layout.stripe_bytes // GRANULE)
         self.vocab = vocab
@@ -101,7 +103,9 @@ class Oracle:
         gone = [interval for edit in edits if edit.at - 1 == position for interval in edit.removed]
         return [content for content in visible if not any(start <= content[0] < end for start, end in gone)]
 
-    def generate(self, token_ids: list[int], edits: Iterable[Edit], seed: int, count: int, stop: Iterable[int] = ()) -> list[int]:
+    def generate(
+        self, token_ids: list[int], edits: Iterable[Edit], seed: int, count: int, stop: Iterable[int] = ()
+    ) -> list[int]:
         prompt = len(token_ids)
         ids = list(token_ids)
         visible = self.visible(ids, edits, prompt)
@@ -113,7 +117,14 @@ class Oracle:
 
 
 def engine(
-    units: int = 32, page_size: int = 4, *, window: int = 10_000, max_rows: int = 4, step_tokens: int = 16, checkpoints: int = 2, **options: object
+    units: int = 32,
+    page_size: int = 4,
+    *,
+    window: int = 10_000,
+    max_rows: int = 4,
+    step_tokens: int = 16,
+    checkpoints: int = 2,
+    **options: object,
 ) -> LLM:
     """An engine of `units` pages over a fake runner."""
     runner = FakeRunner(units, page_size, step_tokens=step_tokens, max_rows=max_rows)
@@ -128,7 +139,15 @@ def engine(
     return LLM(config, runner, **options)  # type: ignore[arg-type]
 
 
-def request(token_ids: list[int], chain: str | None = None, *, max_tokens: int | None = 4, seed: int = 0, edits: Iterable[Edit] = (), **options: object) -> Request:
+def request(
+    token_ids: list[int],
+    chain: str | None = None,
+    *,
+    max_tokens: int | None = 4,
+    seed: int = 0,
+    edits: Iterable[Edit] = (),
+    **options: object,
+) -> Request:
     sampling = Sampling(max_tokens=max_tokens, seed=seed, stop=options.pop("stop", ()))  # type: ignore[arg-type]
     return Request(token_ids=list(token_ids), sampling=sampling, chain_id=chain, edits=tuple(edits), **options)  # type: ignore[arg-type]
 

@@ -226,7 +226,12 @@ def test_bad_input_is_refused_at_the_door(face: Any) -> None:
         assert raised.value.hint
     session = face.session()
     session.add_user("hi")
-    for options in ({"response_format": {"type": "json_object"}}, {"tool_choice": "required"}, {"max_tokens": 0}, {"top_p": 2.0}):
+    for options in (
+        {"response_format": {"type": "json_object"}},
+        {"tool_choice": "required"},
+        {"max_tokens": 0},
+        {"top_p": 2.0},
+    ):
         with pytest.raises(BadRequest):
             session.generate(**options)
     session.close()

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import uvicorn
@@ -27,7 +27,17 @@ from agentkv.errors import (
 from agentkv.memory.continuation import ContinuationIndex
 from agentkv.server.app import create_app
 from agentkv.types import (
-    Plan, PrunedSpan, ReasoningDelta, SessionInfo, Span, TextDelta, ToolCall, ToolCallReady, Turn, TurnDone, Usage,
+    Plan,
+    PrunedSpan,
+    ReasoningDelta,
+    SessionInfo,
+    Span,
+    TextDelta,
+    ToolCall,
+    ToolCallReady,
+    Turn,
+    TurnDone,
+    Usage,
 )  # fmt: skip
 
 Script = Callable[[list[dict[str, Any]], "FakeSession"], dict[str, Any]]
@@ -57,11 +67,11 @@ class FakeStream:
         self.pruned_now: tuple[PrunedSpan, ...] = ()
         self.miss = None
 
-    def __enter__(self) -> FakeStream:
+    def __enter__(self) -> Self:
         self.session.start(self)
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self.session.end()
 
     def __iter__(self) -> Iterator[Any]:
@@ -289,7 +299,7 @@ class FakeRuntime:
     def session(self, *, id: str | None = None, tenant: str = "", **options: Any) -> FakeSession:
         known = {"system", "tools", "method", "policy", "history", "on_window", "kind", "template_args", "temperature", "last"}
         if set(options) - known:
-            raise UnknownOption(f"unknown option {sorted(set(options) - known)[0]!r}")
+            raise UnknownOption(f"unknown option {min(set(options) - known)!r}")
         name = id or "se-" + secrets.token_hex(6)
         if (tenant, name) in self.live:
             raise Conflict(f"session {name!r} exists")

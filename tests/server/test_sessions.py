@@ -37,7 +37,12 @@ def test_a_session_from_open_to_delete(http, served):
     assert post(http, "/s1/tool_results", call_id=call["id"], content="x")["call_id"] == call["id"]
     assert post(http, "/s1/tool_results", 409, call_id=call["id"], content="y")["error"]["code"] == "conflict"
     assert post(http, "/s1/generate")["text"] == "echo: x"
-    assert [m["role"] for m in http.get("/v1/sessions/s1/messages").json()["messages"]] == ["user", "assistant", "tool", "assistant"]
+    assert [m["role"] for m in http.get("/v1/sessions/s1/messages").json()["messages"]] == [
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
     assert len(http.get("/v1/sessions/s1/spans").json()["spans"]) == 4
     assert http.get("/v1/sessions").json()["sessions"][0]["id"] == "s1"
     assert post(http, "/s1/plan")["spans"] == []
