@@ -35,7 +35,19 @@ _HOMES = {
     "Usage": "agentkv.types",
 }
 
-__all__ = [*_HOMES, "__version__"]
+__all__ = [
+    "AgentkvError",
+    "AsyncClient",
+    "AsyncRuntime",
+    "Client",
+    "Plan",
+    "Policy",
+    "Runtime",
+    "Span",
+    "Turn",
+    "Usage",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -42,8 +42,10 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 @app.command()
 def demo(
-    seed: Annotated[int, typer.Option(help="Which task (0 to 999,999).")] = 7,
-    prune_after: Annotated[int, typer.Option(help="Lag of the pruned run.")] = 4,
+    seed: Annotated[int, typer.Option(help="Which task (0 to 999,999).")] = 24,
+    prune_after: Annotated[
+        int | None, typer.Option(help="Prune each tool result this many results later. Default: the least the task allows.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Watch the bundled model work through one task, with pruning, then resume it in a second process."""
@@ -101,7 +103,7 @@ def run(
 ) -> None:
     """Run the tool loop on one prompt. Without --bash the model has no tools."""
     from agentkv.runtime import DEFAULT, Runtime
-    from agentkv.tools.shell import bash as unrestricted
+    from agentkv.tools.bash import bash as unrestricted
 
     tools = [unrestricted] if bash else []
     with Runtime(model, db=db or DEFAULT) as runtime:
@@ -135,7 +137,7 @@ def serve(
 
     default_policy = _policy_file(policy) if policy else None
     with Runtime(model, method=method, memory=memory, db=db or DEFAULT) as runtime:
-        typer.echo(paste_lines(f"http://{host}:{port}", runtime.model_name), err=True)
+        typer.echo(paste_lines(f"http://{host}:{port}", runtime.model_name, runtime.window), err=True)
         served = create_app(runtime, api_keys=tuple(api_key or ()), policy=default_policy)
         uvicorn.run(served, host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)
 

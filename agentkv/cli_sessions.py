@@ -119,7 +119,7 @@ def rm(session_id: Id, db: Db = None, as_json: AsJson = False) -> None:
     _out(as_json, {"deleted": session_id}, [f"deleted {session_id}"])
 
 
-class _opened:  # noqa: N801 - used like a function
+class _opened:
     """A session with its model loaded, for the length of a `with`."""
 
     def __init__(self, session_id: str, model: str | None, db: str | None) -> None:

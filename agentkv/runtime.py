@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
+from agentkv.aio import AsyncSession, Threads
 from agentkv.errors import BadRequest, Busy, UnknownOption
 from agentkv.memory.continuation import ContinuationIndex
 from agentkv.memory.session import Session as MemorySession
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from agentkv.engine.sparse import SparseMethod
     from agentkv.memory.store import SessionStore
 
-__all__ = ["DEFAULT", "Runtime", "Session", "default_db", "open_store"]
+__all__ = ["DEFAULT", "AsyncRuntime", "Runtime", "Session", "default_db", "open_store"]
 
 
 class _Default(Enum):
@@ -88,6 +89,8 @@ class Runtime:
         window: int | None = None,
         page_size: int | None = None,
     ) -> None:
+        # OpenMP threads that spin while they wait make every step many times slower as soon as the cores are shared.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         from agentkv.runtime_engine import open_engine
 
         self._store = None if db is None else open_store(db)
@@ -105,7 +108,7 @@ class Runtime:
             if self._store is not None:
                 self._store.close()
             raise
-        self._live: dict[str, Session] = {}
+        self._live: dict[tuple[str, str], Session] = {}  # by tenant and id
         self._lock = threading.RLock()
         self._closed = False
         self.continuation = ContinuationIndex()
@@ -169,7 +172,7 @@ class Runtime:
             raise BadRequest(f"kind={kind!r}: 'session' or 'chat'", param="kind")
         toolbox = Toolbox(tools)
         with self._lock:
-            if id is not None and id in self._live:
+            if id is not None and (tenant, id) in self._live:
                 raise BadRequest(f"a session {id!r} is open", hint="Resume it, or take another id", param="id")
             made = Session(
                 self._engine.backend,
@@ -192,9 +195,7 @@ class Runtime:
         """The session of that id: the live one, or from the store. tools: its functions, which a store cannot keep."""
         toolbox = None if tools is None else Toolbox(tools)
         with self._lock:
-            found = self._live.get(id)
-            if found is not None and found.tenant != tenant:
-                raise _no_session(id)
+            found = self._live.get((tenant, id))
             if found is None:
                 if self._store is None:
                     raise _no_session(id)
@@ -216,9 +217,7 @@ class Runtime:
     def delete(self, id: str, *, tenant: str = "") -> None:
         """Close a session and remove its text."""
         with self._lock:
-            live = self._live.get(id)
-            if live is not None and live.tenant != tenant:
-                raise _no_session(id)
+            live = self._live.get((tenant, id))
             if live is not None:
                 live.close()
         if self._store is not None:
@@ -233,14 +232,14 @@ class Runtime:
             if self._closed:
                 raise Busy("the runtime is closed", hint="Open a new one and resume the session")
             session._runtime = self
-            self._live[session.id] = session
+            self._live[session.tenant, session.id] = session
         return session
 
     def forget(self, session: Session) -> None:
         """A session was closed."""
         with self._lock:
-            if self._live.get(session.id) is session:
-                del self._live[session.id]
+            if self._live.get((session.tenant, session.id)) is session:
+                del self._live[session.tenant, session.id]
 
     def _live_ones(self) -> list[Session]:
         with self._lock:
@@ -282,6 +281,53 @@ class Runtime:
         self._engine.worker.close()
         if self._store is not None:
             self._store.close()
+
+
+class AsyncRuntime:
+    """`Runtime`, awaitable: the same arguments and verbs; its sessions are `AsyncSession`s. Opening blocks: use `open`."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._runtime = Runtime(*args, **options)
+        self._threads = Threads("agentkv-runtime")
+
+    @classmethod
+    async def open(cls, *args: Any, **options: Any) -> Self:
+        """Load the model in a thread."""
+        return await Threads("agentkv-open").call(lambda: cls(*args, **options))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @property
+    def runtime(self) -> Runtime:
+        """The sync runtime below."""
+        return self._runtime
+
+    async def session(self, **options: Any) -> AsyncSession[Session]:
+        """See `Runtime.session`."""
+        return AsyncSession(await self._threads.call(lambda: self._runtime.session(**options)), self._threads)
+
+    async def resume(self, id: str, *, tenant: str = "", tools: Iterable[Any] | None = None) -> AsyncSession[Session]:
+        """See `Runtime.resume`."""
+        found = await self._threads.call(lambda: self._runtime.resume(id, tenant=tenant, tools=tools))
+        return AsyncSession(found, self._threads)
+
+    async def sessions(self, *, tenant: str = "") -> list[SessionInfo]:
+        """See `Runtime.sessions`."""
+        return await self._threads.call(lambda: self._runtime.sessions(tenant=tenant))
+
+    async def delete(self, id: str, *, tenant: str = "") -> None:
+        """See `Runtime.delete`."""
+        await self._threads.call(lambda: self._runtime.delete(id, tenant=tenant))
+
+    async def close(self) -> None:
+        """See `Runtime.close`."""
+        await self._threads.call(self._runtime.close)
 
 
 def default_db() -> Path:

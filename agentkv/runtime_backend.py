@@ -10,7 +10,7 @@ from agentkv.engine.tokenizer import Tokenizer
 from agentkv.engine.worker import EngineWorker, Ticket
 from agentkv.errors import Cancelled
 from agentkv.memory.backend import Counts, Delta, Freed, Held, History, Message, Parsed, Rendered
-from agentkv.tools.parse import StreamParser
+from agentkv.tools.parse import StreamParser, opens_thinking
 from agentkv.tools.render import Renderer
 from agentkv.types import Exactness, Interval, Sampling
 
@@ -18,13 +18,17 @@ FIRST_GUESS_PREFILL = 1000.0
 """Prompt tokens per second assumed before anything was measured."""
 
 
+PROMPT_TAIL = 8
+"""Tokens of a prompt's end that are read to see if it opens a think block."""
+
+
 class EngineGeneration:
     """One running generation: tokens become deltas as they arrive."""
 
-    def __init__(self, backend: EngineBackend, ticket: Ticket, tools: bool) -> None:
+    def __init__(self, backend: EngineBackend, ticket: Ticket, *, tools: bool, thinking: bool) -> None:
         self._backend = backend
         self._ticket = ticket
-        self._parser = StreamParser(tools=tools)
+        self._parser = StreamParser(tools=tools, thinking=thinking)
         self._ids: list[int] = []
         self._cancelled = False
         self._drained = False
@@ -156,7 +160,8 @@ class EngineBackend:
             salt=salt,
             stop_ids=self.tokenizer.eos_ids,
         )
-        return EngineGeneration(self, self.worker.submit(request), tools)
+        thinking = opens_thinking(self.tokenizer.decode(suffix[-PROMPT_TAIL:], special=True))
+        return EngineGeneration(self, self.worker.submit(request), tools=tools, thinking=thinking)
 
     def prune(self, chain_id: str, intervals: Sequence[Interval]) -> Freed:
         """Remove the slots of these logical intervals from the chain and its checkpoints."""

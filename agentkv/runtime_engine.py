@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import agentkv.methods as methods
+from agentkv import methods
 from agentkv.engine.core import EngineConfig
 from agentkv.engine.devices import best_device, device_names, free_memory
 from agentkv.engine.llm import LLM

@@ -31,6 +31,7 @@ class Frozen(msgspec.Struct, frozen=True, kw_only=True):
     """Base of immutable values; `.replace(**changes)` returns a changed copy."""
 
     def replace(self, **changes: Any) -> Any:
+        """A copy with these fields changed."""
         return msgspec.structs.replace(self, **changes)
 
 

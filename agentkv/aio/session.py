@@ -279,9 +279,9 @@ class AsyncSession(Generic[S]):
         """The transcript in OpenAI's form."""
         return list(await self._call(lambda: self._session.messages()))
 
-    async def plan(self, edit: Any = None) -> Plan:
+    async def plan(self, edit: Any = None, *, keep: str | None = None, mode: PruneMode | None = None) -> Plan:
         """The price of an edit."""
-        return await self._call(lambda: self._session.plan(edit))
+        return await self._call(lambda: self._session.plan(edit, keep=keep, mode=mode))
 
     async def prune(
         self,

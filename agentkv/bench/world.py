@@ -24,7 +24,10 @@ def run_world(
     device: str = "auto",
     tell: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Each seed once, greedily, in the native dialect. Returns `success` (0 to 1), `n`, `interval` (Wilson, 95 %), `by_family`."""
+    """Each seed once, greedily, in the native dialect.
+
+    Returns `success` (0 to 1), `n`, `interval` (Wilson, 95 %), `by_family`, `results` and the conditions.
+    """
     started = time.monotonic()
     policy = None if prune_after is None else Policy(prune_after=prune_after, mode=mode)  # type: ignore[arg-type]
 

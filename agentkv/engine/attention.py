@@ -47,7 +47,7 @@ def _attend_part(q: Tensor, part: Part, batch: DeviceBatch, scale: float) -> Att
 def _attend_decodes(q: Tensor, part: Part, scale: float) -> Attended:
     """One query a row."""
     table = part.table
-    if q.device.type == "cpu":
+    if q.device.type == "cpu" or q.dtype == torch.float64:  # the GPU kernel is for at most float32
         return Attended(*decode_attention(q, part.payload.pages, table.decode_plan, scale))
     from agentkv.kernels.split_decode import split_decode  # needs triton, which a CPU-only platform may lack
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from typing import Protocol
 
 
@@ -88,9 +88,14 @@ class TextStream:
         return next((size for size in range(longest, 0, -1) if self._text.endswith(stop[:size])), 0)
 
     def _keep(self, end: int) -> None:
-        """The first tokens whose text ends where the shown text does, or before; then the tokens of what is missing."""
-        whole = bisect_right(self._ends, end)
-        base = self._ends[whole - 1] if whole else 0
-        count = bisect_left(self._ends, base) + 1 if base else 0  # without tokens that have only begun a character
-        rest = self._tokenizer.encode(self._text[base:end]) if base < end else []
-        self.kept_ids = self._ids[:count] + rest
+        """The most tokens whose text, on its own, is the beginning of what is shown; then the tokens of what is missing."""
+        for count in range(bisect_right(self._ends, end), -1, -1):
+            text = self._decode(self._ids[:count])  # a token may end inside a character: then fewer are kept
+            if self._text.startswith(text) and len(text) <= end:
+                rest = self._tokenizer.encode(self._text[len(text) : end]) if len(text) < end else []
+                self.kept_ids = self._ids[:count] + rest
+                return
+
+    def _decode(self, ids: list[int]) -> str:
+        detokenizer = self._tokenizer.detokenizer()
+        return "".join([*(detokenizer.push(token_id) for token_id in ids), detokenizer.flush()])

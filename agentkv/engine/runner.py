@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -15,6 +16,11 @@ from agentkv.engine.pages import KVPages
 from agentkv.engine.sampler import sample
 from agentkv.engine.sparse import SparseController, SparseMethod
 from agentkv.engine.view import DeviceBatch, RowSpan, RowTable
+
+_FEW_TOKENS = 16
+_FEW_BYTES = 128 << 20
+"""A CPU step of at most so many tokens, weights and KV bytes runs on one thread: more would wait for one another about as
+long as they save, and where other processes share the cores, many times as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,7 @@ class ModelRunner:
         self.pages = KVPages(self.layout, config, loaded.device, loaded.dtype)
         self.num_granules = self.pages.num_granules
         self.controller = SparseController(method, prefill)
+        self._weight_bytes = loaded.weight_bytes
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> list[int | None]:
@@ -52,9 +59,10 @@ class ModelRunner:
         self.pages.update_table(batch.table_updates)
         if not batch.rows:
             return []
-        step = self._prepare(batch)
-        hidden = self._forward(step)
-        return self._sample(step, hidden)
+        with self._threads(batch):
+            step = self._prepare(batch)
+            hidden = self._forward(step)
+            return self._sample(step, hidden)
 
     @torch.inference_mode()
     def logits(self, batch: Batch) -> Tensor:
@@ -69,6 +77,21 @@ class ModelRunner:
     def move_slots(self, source: list[Slot], target: list[Slot]) -> None:
         """Copy K and V of all layers from slot to slot; the two sets may overlap."""
         self.pages.move(source, target)
+
+    @contextmanager
+    def _threads(self, batch: Batch) -> Iterator[None]:
+        """One thread for a small step on the CPU; the process's setting is restored."""
+        held = sum(work.slot + len(work.tokens) for work in batch.rows) * self.layout.token_bytes
+        small = batch.num_tokens <= _FEW_TOKENS and self._weight_bytes + held <= _FEW_BYTES
+        before = torch.get_num_threads()
+        if not small or before == 1 or self.loaded.device.type != "cpu":
+            yield
+            return
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
     def _prepare(self, batch: Batch) -> _Step:
         """Order the rows by phase and carry the step's integers to the device in one copy."""

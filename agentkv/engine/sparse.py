@@ -85,7 +85,7 @@ class SparseMethod:
     `[num_tokens, num_kv_heads, head_dim]`. A hook inside a step may not wait for the device.
     """
 
-    family: ClassVar[str] = "dense"
+    family: ClassVar[str] = "full"
     paper: ClassVar[str | None] = None
     evicts: ClassVar[bool] = False
     reuse: ClassVar[Literal["radix", "chain"]] = "radix"
@@ -126,6 +126,8 @@ class SparseMethod:
 
     def view(self, layer: int, selection: Selection | None, batch: DeviceBatch) -> AttentionView:
         """Turn the selection into what attention reads. Default: all that the rows' pages hold."""
+        if selection is not None:
+            raise TypeError(f"{type(self).__name__} selects, so it must say how its selection is viewed")
         return AttentionView((Part(PagedKV(batch.pages(layer)), batch.table),))
 
     def finish(self, layer: int, out: Tensor, batch: DeviceBatch) -> Tensor:

@@ -128,13 +128,13 @@ class EngineWorker:
         self._last_progress = time.monotonic()
         try:
             future.set_result(command())
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised where the result is awaited
             future.set_exception(error)
 
     def _step(self) -> None:
         try:
             outputs = self.llm.step()
-        except Exception as error:  # a fault of the engine itself: no sequence can be trusted to go on
+        except Exception as error:  # noqa: BLE001 - a fault of the engine itself: no sequence can be trusted to go on
             return self._fail_all(error)
         if self.llm.scheduler.running or outputs:
             self._last_progress = time.monotonic()

@@ -35,7 +35,9 @@ class Generation(Protocol):
         """The finished answer; raises the error that ended the generation, Cancelled after `cancel`."""
         ...
 
-    def counts(self) -> Counts: ...
+    def counts(self) -> Counts:
+        """What the engine has measured so far."""
+        ...
 
     def commit(self, ids: list[int]) -> Counts:
         """Advance the chain by the prompt and these generated ids; a turn boundary is now at their end."""
@@ -101,7 +103,9 @@ class KVBackend(Protocol):
         """Is this the template's end-of-turn token?"""
         ...
 
-    def generate(self, chain_id: str, history: History, suffix: list[int], sampling: Sampling, *, salt: str, tools: bool) -> Generation:
+    def generate(
+        self, chain_id: str, history: History, suffix: list[int], sampling: Sampling, *, salt: str, tools: bool
+    ) -> Generation:
         """Continue the chain: prefill what is not resident, then decode. Raises Busy, Capacity, ContextOverflow at once."""
         ...
 
@@ -129,7 +133,9 @@ class KVBackend(Protocol):
         """Free the chain's KV; parts that other chains share stay."""
         ...
 
-    def held(self, chain_id: str) -> Held | None: ...
+    def held(self, chain_id: str) -> Held | None:
+        """What is resident for the chain; None for a chain that is not known."""
+        ...
 
     def prefill_rate(self) -> float:
         """Measured prompt tokens per second, an estimate before anything was measured."""

@@ -6,6 +6,7 @@ a cache of it, so when the last step fails the chain's KV is dropped and the nex
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,6 +23,8 @@ from agentkv.types import Exactness, Policy, PrunedSpan, PruneMode, Span, Usage,
 
 if TYPE_CHECKING:
     from agentkv.memory.turn import RunningTurn
+
+log = logging.getLogger(__name__)
 
 Chosen = tuple[Record, str, str]
 """A span to prune, its keep rule, and why."""
@@ -98,14 +101,15 @@ class Branch:
 
     @contextmanager
     def kv(self, doing: str) -> Iterator[None]:
-        """A change of KV that the store has already recorded: when it fails, the KV goes and the record stands."""
+        """A change of KV that is already on record: when it fails, the KV goes, the record stands and the next turn prefills."""
         try:
-            with self.engine(doing):
-                yield
-        except BaseException:
+            yield
+        except BaseException as error:
+            log.warning("%s failed and the KV of session %s is dropped", doing, self.session_id, exc_info=True)
             with suppress(Exception):
                 self.backend.drop(self.chain_id)
-            raise
+            if not isinstance(error, Exception):
+                raise
 
     def check_open(self) -> None:
         """Refuse verbs of a closed session."""
@@ -304,9 +308,8 @@ class Branch:
         child.refingered = self.refingered
         if self.epoch is not None and self.epoch < draft.length:
             child.epoch, child.rebuilt = self.epoch, self.rebuilt
-        with suppress(AgentkvError):  # nothing shared: the child prefills
-            with child.kv("forking"):
-                self.backend.fork(self.chain_id, chain_id, draft.length if child.epoch is None else child.epoch)
+        with child.kv("forking"):
+            self.backend.fork(self.chain_id, chain_id, draft.length if child.epoch is None else child.epoch)
         return child
 
 

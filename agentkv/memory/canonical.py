@@ -81,14 +81,14 @@ def text_of(content: Any, where: str) -> str:
         raise BadRequest(f"{where}.content: a string, a list of text parts, or null", param="messages")
     texts = []
     for number, part in enumerate(content):
-        kind = part.get("type", "text") if isinstance(part, Mapping) else None
+        kind = str(part.get("type", "text")) if isinstance(part, Mapping) else ""
         if isinstance(part, str):
             texts.append(part)
         elif kind in TEXT_PARTS and isinstance(part, Mapping):
             texts.append(_string(part.get(TEXT_PARTS[kind]), f"{where}.content[{number}]"))
         elif kind not in THOUGHT_PARTS:
             raise BadRequest(
-                f"{where}.content[{number}]: a part of type {kind!r} is not served",
+                f"{where}.content[{number}]: a part of type {kind or type(part).__name__!r} is not served",
                 hint="Send text parts only",
                 param="messages",
             )
@@ -239,7 +239,10 @@ def _message(raw: Any, index: int) -> CanonicalMessage:
     if raw.get("function_call"):
         raise BadRequest(f"{where}.function_call is not served", hint="Send tool_calls and tool messages", param="messages")
     reasoning = raw.get("reasoning_content") or raw.get("reasoning") or ""
-    calls = [_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(raw.get("tool_calls") or ())]
+    sent = raw.get("tool_calls") or []
+    if not isinstance(sent, list):
+        raise BadRequest(f"{where}.tool_calls: a list", param="messages")
+    calls = [_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(sent)]
     if len({call.id for call in calls}) != len(calls):
         raise BadRequest(f"{where}.tool_calls: two calls have the same id", param="messages")
     return CanonicalMessage(

@@ -11,13 +11,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from agentkv.memory.canonical import CanonicalMessage, Conversation, assistant_message, canonical_json, canonical_tool
+from agentkv.memory.canonical import Conversation, assistant_message
+from agentkv.memory.difference import common, difference
 from agentkv.types import Frozen, Miss, ToolCall
 
 MAX_SESSIONS = 4096
 MAX_BYTES = 256 << 20
 MAX_SPELLINGS = 64
-SNIPPET = 80
 
 Group = tuple[str, str, str]
 """(tenant, 'key' or 'own', name): the set of chains that one session key names; without a key a session is its own set."""
@@ -273,8 +273,8 @@ class ContinuationIndex:
             records = [record for (t, s), record in self._records.items() if t == tenant and s in members]
             if not records:
                 return None
-            nearest = max(records, key=lambda r: (_common(r.conversation, conversation), r.session_id == named))
-            return _difference(nearest.conversation, conversation)
+            nearest = max(records, key=lambda r: (common(r.conversation, conversation), r.session_id == named))
+            return difference(nearest.conversation, conversation)
 
     # -- inside
 
@@ -353,55 +353,3 @@ def _reasoning_agrees(record: _Record, theirs: Conversation, count: int, known: 
         first = next((i for i, (a, b) in enumerate(pairs) if b.reasoning and a.reasoning != b.reasoning), count)
         known[record.session_id] = first
     return first >= count
-
-
-def _common(ours: Conversation, theirs: Conversation) -> int:
-    """How many leading messages agree, reasoning included; -1 when the heads differ."""
-    pairs = list(zip(ours.digests, theirs.digests, strict=False))
-    same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs)) - 1
-    both = zip(ours.messages[: max(same, 0)], theirs.messages, strict=False)
-    return next((i for i, (a, b) in enumerate(both) if b.reasoning and a.reasoning != b.reasoning), same)
-
-
-def _difference(ours: Conversation, theirs: Conversation) -> Miss:
-    at = _common(ours, theirs)
-    if at < 0:
-        return _head_difference(ours, theirs)
-    if at >= len(theirs.messages) or at >= len(ours.messages):
-        index = theirs.messages[-1].index if theirs.messages else 0
-        return Miss(reason="diverged", message_index=index, field="messages", detail="the history ends between two boundaries")
-    mine, sent = ours.messages[at], theirs.messages[at]
-    for field, a, b in _fields(mine, sent):
-        if a != b:
-            return _miss(sent.index, field, a, b)
-    return _miss(sent.index, "messages", "", "")
-
-
-def _fields(mine: CanonicalMessage, sent: CanonicalMessage) -> list[tuple[str, str, str]]:
-    """(field, ours, theirs) in the order in which a difference is reported."""
-    rows = [("role", mine.role, sent.role), ("content", mine.said, sent.said)]
-    calls = [[f"{call.name}({call.arguments}) id={call.id}" for call in message.tool_calls] for message in (mine, sent)]
-    rows.append(("tool_calls", "; ".join(calls[0]), "; ".join(calls[1])))
-    rows.append(("tool_call_id", mine.call_id, sent.call_id))
-    rows.append(("reasoning", mine.reasoning, sent.reasoning or mine.reasoning))
-    return rows
-
-
-def _head_difference(ours: Conversation, theirs: Conversation) -> Miss:
-    if ours.system != theirs.system:
-        return _miss(0, "system", ours.system, theirs.system)
-    mine, sent = (sorted(map(canonical_tool, side.tools)) for side in (ours, theirs))
-    if mine != sent:
-        only = ([tool for tool in mine if tool not in sent], [tool for tool in sent if tool not in mine])
-        return _miss(-1, "tools", *("; ".join(side) for side in only))
-    arguments = [canonical_json(side.template_args) for side in (ours, theirs)]
-    if arguments[0] != arguments[1]:
-        return _miss(-1, "template_args", arguments[0], arguments[1])
-    return Miss(reason="salt", message_index=-1, field="salt")
-
-
-def _miss(index: int, field: str, ours: str, theirs: str) -> Miss:
-    at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
-    start = max(0, at - SNIPPET // 4)
-    mine, sent = (("…" if start else "") + side[start : start + SNIPPET] for side in (ours, theirs))
-    return Miss(reason="diverged", message_index=index, field=field, ours=mine, theirs=sent)

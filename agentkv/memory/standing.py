@@ -6,7 +6,7 @@ from typing import Any
 
 from agentkv.memory.branch import Branch
 from agentkv.memory.transcript import openai_message
-from agentkv.types import Policy, Sampling, SessionInfo, Span, ToolCall, Turn, Usage
+from agentkv.types import Exactness, Policy, Sampling, SessionInfo, Span, ToolCall, Turn, Usage
 
 
 class Standing:
@@ -53,6 +53,17 @@ class Standing:
     def sampling(self) -> Sampling:
         """Defaults of generate."""
         return self._branch.settings.sampling
+
+    @property
+    def template_args(self) -> dict[str, Any]:
+        """Extra arguments of its chat template."""
+        return dict(self._branch.settings.template_args)
+
+    @property
+    def exactness(self) -> Exactness:
+        """The worst of the method's exactness and of the prunes made so far."""
+        with self._branch.lock:
+            return self._branch.exactness
 
     @property
     def closed(self) -> bool:

@@ -49,6 +49,13 @@ class TurnStream:
         return self._running is not None and self._running.turn is not None
 
     @property
+    def begun(self) -> Turn:
+        """The turn as it stands: counts, miss, exactness and what was pruned are known from the first event on, text is not."""
+        if self._running is None:
+            raise BadRequest("this stream has not been entered", hint="Use it as `with session.stream() as st:`")
+        return self._running.begun()
+
+    @property
     def turn(self) -> Turn:
         """The committed turn; BadRequest until then."""
         if self._running is None or self._running.turn is None:

@@ -200,6 +200,14 @@ class RunningTurn:
         if self._timer is not None:
             self._timer.cancel()
 
+    def begun(self) -> Turn:
+        """The turn before it is committed, without what the model says."""
+        if self.turn is not None:
+            return self.turn
+        assert self._generation is not None, "begun() before start()"
+        nothing = Parsed(text="", reasoning="", tool_calls=(), pieces=(), ids=[], finish_reason="stop")
+        return self._told(nothing, self._generation.counts())
+
     def _told(self, parsed: Parsed, counts: Counts) -> Turn:
         branch, prompt = self._branch, self._branch.ledger.length + len(self._rendered.ids)
         recomputed = max(0, counts.prefilled_tokens - len(self._rendered.ids))

@@ -15,7 +15,7 @@ from agentkv.errors import AgentkvError, BadRequest
 from agentkv.server.auth import Auth, salt_of
 from agentkv.server.job import Job, Threads
 from agentkv.server.metrics import Metrics, log_line
-from agentkv.server.ports import ConversationPort, RuntimePort, SessionPort, StreamPort, exactness_of
+from agentkv.server.ports import ConversationPort, RuntimePort, SessionPort, StreamPort, begun_of
 from agentkv.server.seats import Seat, Seats
 from agentkv.server.wire import (
     ChatRequest,
@@ -29,7 +29,7 @@ from agentkv.server.wire import (
     read_object,
     sse,
 )
-from agentkv.types import Event, Miss, ReasoningDelta, TextDelta, ToolCall, ToolCallReady, Turn
+from agentkv.types import Event, Miss, ReasoningDelta, TextDelta, ToolCall, ToolCallReady, Turn, TurnDone
 
 ROUTE = "chat"
 
@@ -195,11 +195,12 @@ def _generate(seat: Seat, ask: ChatRequest, job: Job[Answer]) -> Answer:
     opened = False
     with session.stream(tool_choice="auto" if ask.parse_tools else "none", **ask.sampling) as stream:
         for event in stream:
+            if isinstance(event, TurnDone):
+                break  # committed: a client that leaves now does not undo it
             if not opened:
                 opened = True
                 job.emit(Opening(text="", extension=_opening(seat, stream)))
-            if isinstance(event, (TextDelta, ReasoningDelta, ToolCallReady)):
-                job.emit(event)
+            job.emit(event)
     turn = stream.turn
     turn = turn.replace(miss=_miss(seat, turn.miss, turn.usage.prefilled_tokens))
     return turn, extension_object(
@@ -213,14 +214,14 @@ def _generate(seat: Seat, ask: ChatRequest, job: Job[Answer]) -> Answer:
 
 
 def _opening(seat: Seat, stream: StreamPort) -> dict[str, Any]:
-    session = seat.session
+    session, begun = seat.session, begun_of(seat.session, stream)
     return extension_object(
         session_id=session.id,
         chain_id=session.chain_id,
-        miss=_miss(seat, getattr(stream, "miss", None), getattr(stream, "prefilled_tokens", 0)),
-        exactness=exactness_of(session),
-        pruned_now=tuple(getattr(stream, "pruned_now", ())),
-        resident_tokens=getattr(stream, "resident_tokens", session.usage.resident_tokens),
+        miss=_miss(seat, begun.miss, begun.usage.prefilled_tokens),
+        exactness=begun.exactness,
+        pruned_now=begun.pruned_now,
+        resident_tokens=begun.usage.resident_tokens,
     )
 
 

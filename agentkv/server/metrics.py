@@ -25,6 +25,10 @@ class RuntimeGauges(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """One family each; what the runtime does not report is left out, never shown as 0."""
+        ready = self._runtime.ready()
+        yield GaugeMetricFamily("agentkv_ready", "Tokens progress while work is queued", value=float(ready))
+        if not ready:
+            return  # an engine that is stuck does not answer
         stats = self._runtime.stats()
         arena, queue = dict(stats.get("arena") or {}), dict(stats.get("queue") or {})
         total = arena.pop("total", None)
@@ -33,7 +37,6 @@ class RuntimeGauges(Collector):
         yield _gauge("agentkv_queue", "Requests in the engine", "state", queue)
         if total is not None:
             yield GaugeMetricFamily("agentkv_arena_bytes_total", "KV arena bytes", value=total)
-        yield GaugeMetricFamily("agentkv_ready", "Tokens progress while work is queued", value=float(self._runtime.ready()))
 
     def describe(self) -> Iterable[Metric]:
         """Nothing in advance: registering must not touch the engine."""

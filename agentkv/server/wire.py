@@ -7,14 +7,17 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import anyio.to_thread
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from agentkv.errors import AgentkvError, BadRequest, UnknownModel, UnknownOption
+from agentkv.errors import AgentkvError, BadRequest, Cancelled, UnknownModel, UnknownOption
 from agentkv.types import Exactness, Frozen, Miss, Policy, PrunedSpan, Sampling, ToolCall, Turn, Usage, check_lag, options_of
 
 MAX_BODY = 64 << 20
+BIG_BODY = 256 << 10
+"""From this size on a body is decoded in a thread, so that other streams go on."""
 KEY_FIELDS = ("prompt_cache_key", "session_id", "user")
 
 # OpenAI (and common extension) fields that change the answer and are not served: field -> (harmless values, hint)
@@ -72,14 +75,24 @@ class ChatRequest(Frozen, frozen=True, kw_only=True):
 async def read_object(request: Request, limit: int = MAX_BODY) -> dict[str, Any]:
     """The body as a JSON object, {} when it is empty; a body over the limit is refused before it is held."""
     data = bytearray()
-    async for chunk in request.stream():
-        data += chunk
-        if len(data) > limit:
-            raise BadRequest(f"the body is larger than {limit:,} bytes")
+    try:
+        async for chunk in request.stream():
+            data += chunk
+            if len(data) > limit:
+                raise BadRequest(f"the body is larger than {limit:,} bytes")
+    except ClientDisconnect:
+        raise Cancelled("the client left while it was sending") from None
+    if len(data) > BIG_BODY:
+        return await anyio.to_thread.run_sync(decode_object, bytes(data))
+    return decode_object(bytes(data))
+
+
+def decode_object(data: bytes) -> dict[str, Any]:
+    """A JSON object from bytes, {} from none."""
     if not data:
         return {}
     try:
-        body = json.loads(bytes(data))
+        body = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is not JSON: {error}") from None
     if b"\\ud" in data or b"\\uD" in data:
@@ -170,6 +183,8 @@ def read_sampling(body: Mapping[str, Any]) -> dict[str, Any]:
         value = body.get(name)
         if value is not None:
             given[name] = _number(name, value, types)
+    if not -(2**63) <= given.get("seed", 0) < 2**63:
+        raise BadRequest(f"seed={given['seed']} is out of range: 64 bits", param="seed")
     if given.get("top_k") == -1:
         given["top_k"] = 0  # how other servers spell "no limit"
     for name in ("max_completion_tokens", "max_tokens"):

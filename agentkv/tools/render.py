@@ -231,8 +231,7 @@ class _Job:
         segments = self._segments(rows, guarded)
         layout = _Layout(self._tokenizer, segments)
         if self._tools:
-            bare = self._marks.strip(self._apply(rows, None))
-            layout.tools = _difference(layout.text, bare)
+            layout.tools = _difference(layout.text, self._marks.strip(self._apply(rows, None)))
             if layout.tools[0] == layout.tools[1]:
                 raise _CannotSplit("it ignores tools")
         return layout

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from agentkv.world import render, tokens, trajectory
 from agentkv.world.dialect import BASH_TOOL, SYSTEM
 from agentkv.world.render import Ids
-from agentkv.world.task import EVALUATION_SEEDS, FAMILIES, Task, make_task
+from agentkv.world.task import EVALUATION_SEEDS, FAMILIES, Followup, Task, make_task
 from agentkv.world.trajectory import Event
 from agentkv.world.words import LETTERS, Names, below, fill, prose, value
 
@@ -48,6 +48,9 @@ STAGES = (
     Stage(0.52, ((4096, 1.0),), MIXED, drops=0.1),
     Stage(1.01, ((2048, 0.15), (4096, 0.2), (LONGEST, 0.65)), MIXED, gaps=0.2, drops=0.15),
 )
+# Further training of weights that have been through the early stages.
+LATE_MIX = (("raw", 0.06), ("drill", 0.18), ("text", 0.03), ("chase", 0.21), ("once", 0.32), ("repair", 0.20))
+LATE = (Stage(1.01, ((2048, 0.1), (4096, 0.25), (LONGEST, 0.65)), LATE_MIX, gaps=0.1, drops=0.15),)
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,7 @@ def batch(rng: random.Random, stage: Stage, batch_tokens: int) -> Batch:
         ids[i, :n] = row.ids[:n]
         weights[i, :n] = row.weights[:n]
         positions[i, :n] = place[:n]
+        positions[i, n:] += place[n - 1] + 1 - n  # padding goes on counting
         if rng.random() < stage.gaps:
             _gap(rng, positions[i], n)
         kinds[i] = KINDS.index(kind)
@@ -210,9 +214,7 @@ def _trajectory(rng: random.Random, family: str, length: int, drop: bool) -> tup
     return _cut(out, dropped)
 
 
-def _ask_late(
-    rng: random.Random, out: Ids, task: Task, events: list[Event], late: list[trajectory.Followup], limit: int
-) -> None:
+def _ask_late(rng: random.Random, out: Ids, task: Task, events: list[Event], late: list[Followup], limit: int) -> None:
     for _ in range(60):
         if len(out.ids) + 40 > limit:
             break

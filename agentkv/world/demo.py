@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from agentkv.runtime import Runtime, Session
 from agentkv.tools.run import ToolFinished
-from agentkv.types import ToolCallReady, Turn, TurnDone, Usage
+from agentkv.types import ToolCallReady, Turn, TurnDone
 from agentkv.world.dialect import NATIVE
 from agentkv.world.env import World
 from agentkv.world.task import Followup, Task, make_task
@@ -36,21 +36,24 @@ def printer(stream: TextIO) -> Show:
     return console.print
 
 
-def play_demo(*, seed: int, prune_after: int, show: Show) -> dict[str, Any]:
+def play_demo(*, seed: int, prune_after: int | None, show: Show) -> dict[str, Any]:
     """Play the task of `seed` with pruning, the same without, and resume the first in a second process.
 
+    prune_after: lag of every result; None takes the shortest with which the task can be solved (later results may need it).
     Returns `solved, turns, prompt_tokens, prefilled_tokens, cached_tokens, pruned_tokens, kv_bytes_peak, kv_bytes_unpruned,
     resumed` and a few more (docs/api.md).
     """
     started = time.monotonic()
     show("loading micro, the bundled model ...")
     task = make_task(seed)
+    lag = task.metadata.get("lag", 0) + 1 if prune_after is None else prune_after
     session_id = f"demo-{seed}-{secrets.token_hex(6)}"
     with Runtime("micro") as runtime:
         show(f"\n[bold]task {seed}[/bold] ({task.family}): {_plain(task.prompt)}")
+        show(f"each tool result is pruned from the KV cache {lag} results later")
         with World(task) as world:
             session = runtime.session(id=session_id, system=NATIVE.system, tools=[world.bash])
-            played = _play(session, world, task, prune_after, show)
+            played = _play(session, world, task, lag, show)
         pruned_peak = runtime.stats()["peak_bytes"]
         session.close()
     show("\nthe same task without pruning, for comparison ...")
@@ -107,14 +110,9 @@ def _play(session: Session, world: World, task: Task, prune_after: int, show: Sh
 
 def _sum(turns: list[Turn]) -> dict[str, int]:
     usages = [turn.usage for turn in turns]
-    total: Callable[[str], int] = lambda name: sum(getattr(usage, name) for usage in usages)  # noqa: E731
-    last = usages[-1] if usages else Usage()
-    return {
-        "prompt_tokens": total("prompt_tokens"),
-        "prefilled_tokens": total("prefilled_tokens"),
-        "cached_tokens": total("cached_tokens"),
-        "pruned_tokens": last.pruned_tokens,
-    }
+    names = ("prompt_tokens", "prefilled_tokens", "cached_tokens")
+    totals = {name: sum(getattr(usage, name) for usage in usages) for name in names}
+    return {**totals, "pruned_tokens": usages[-1].pruned_tokens if usages else 0}
 
 
 def _unpruned_peak(task: Task) -> int:
@@ -150,9 +148,12 @@ def answer_followup(session_id: str) -> dict[str, Any]:
 
 
 def choose_followup(task: Task, session: Session) -> Followup:
-    """The earliest question whose answer stands in a result that was made and not pruned; else one on the model's own words."""
+    """The earliest question whose answer stands in a result that stays; else one on the model's own words.
+
+    Results that are due are pruned when the next turn starts, before the question can be answered.
+    """
     results = [span for span in session.spans() if span.kind == "tool_result"]
-    kept = {index for index, span in enumerate(results) if span.state in ("live", "pinned", "due")}
+    kept = {index for index, span in enumerate(results) if span.state in ("live", "pinned")}
     known = [item for item in task.followups if item.result_index in kept]
     return known[0] if known else next(item for item in task.followups if item.result_index is None)
 

@@ -1,9 +1,9 @@
 """A task in a real temporary directory, with the tool that acts in it and the verdict.
 
-    with World(make_task(7)) as world:
-        session = runtime.session(system=SYSTEM, tools=[world.bash])
-        ...
-        print(world.verdict())
+with World(make_task(7)) as world:
+    session = runtime.session(system=SYSTEM, tools=[world.bash])
+    ...
+    print(world.verdict())
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 from agentkv.world.dialect import NATIVE, Dialect
 from agentkv.world.expert import Past, answer
@@ -33,7 +34,7 @@ class World:
             target.write_text(text, encoding="utf-8", newline="\n")
         self.shell = Shell(self.root, {path: program.source() for path, program in task.programs.items()})
 
-    def __enter__(self) -> World:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -207,10 +207,7 @@ def export(model: Micro, folder: Path, dtype: torch.dtype = torch.bfloat16) -> N
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    state = {
-        f"model.{name}": p.detach().to("cpu", dtype).contiguous()
-        for name, p in model.named_parameters()
-    }
+    state = {f"model.{name}": p.detach().to("cpu", dtype).contiguous() for name, p in model.named_parameters()}
     half = sum(t.numel() for t in state.values()) / 2
     shards: list[dict[str, Tensor]] = [{}, {}]
     seen = 0

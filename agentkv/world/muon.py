@@ -20,7 +20,8 @@ def orthogonal(updates: Tensor, steps: int = 5) -> Tensor:
     for _ in range(steps):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x.mT if tall else x).to(updates.dtype)
+    made: Tensor = x.mT if tall else x
+    return made.to(updates.dtype)
 
 
 class Muon(torch.optim.Optimizer):

@@ -11,7 +11,7 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Protocol
 
-_CHECK = '''import sys
+_CHECK = """import sys
 import zlib
 
 want = {want}
@@ -34,7 +34,7 @@ if other != rest:
     print("m.py: another line was changed")
     sys.exit(1)
 print("ok")
-'''
+"""
 
 
 class Program(Protocol):

@@ -107,9 +107,7 @@ class Simulator:
         lines = self.files[command.path].split("\n")
         last = len(lines) - 1
         # The piece after the final newline is no line.
-        edited = [
-            command.new if line == command.old and not (i == last and not line) else line for i, line in enumerate(lines)
-        ]
+        edited = [command.new if line == command.old and not (i == last and not line) else line for i, line in enumerate(lines)]
         self.files[command.path] = "\n".join(edited)
         return "", 0
 

@@ -89,7 +89,7 @@ def play_seed(
             finally:
                 session.close()
             solved = world.verdict()
-        except Exception as caught:  # the suite goes on with the next seed
+        except Exception as caught:  # noqa: BLE001 - the suite goes on with the next seed
             error = f"{type(caught).__name__}: {caught}"
         commands = len(world.history)
     return {

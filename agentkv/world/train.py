@@ -1,5 +1,7 @@
 """Train `micro`: `python -m agentkv.world.train --out DIR --minutes 13.5`.
 
+`--resume` goes on from `DIR/state.pt`; `--init FOLDER` trains exported weights further.
+
 Writes `DIR/state.pt` (to resume), `DIR/log.jsonl`, `DIR/scores.json` and the best of the last
 checkpoints as a Hugging Face folder, `DIR/best`.  Needs torch, numpy and safetensors.
 """
@@ -14,7 +16,7 @@ import random
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +46,18 @@ class Options:
     workers: int = 0
     compile: bool = False
     resume: bool = False
+    init: Path | None = None
     eval_seeds: int = 64
     final_seeds: int = 200
     max_steps: int = 10**9
-    model: MicroConfig = MicroConfig()
+    decay: float = 0.35
+    model: MicroConfig = field(default_factory=MicroConfig)
     stages: tuple[Stage, ...] = STAGES
 
 
-def learning_rate(fraction: float, step: int) -> float:
-    """The factor on both learning rates: 100 steps up, then flat, down over the last 35 %."""
-    down = min(1.0, max(0.01, (1.0 - fraction) / 0.35))
+def learning_rate(fraction: float, step: int, decay: float = 0.35) -> float:
+    """The factor on both learning rates: 100 steps up, then flat, down over the last `decay` of the run."""
+    down = min(1.0, max(0.01, (1.0 - fraction) / decay))
     return min(1.0, (step + 1) / 100) * down
 
 
@@ -111,12 +115,14 @@ class Trainer:
         self.feed = Feed(options)  # before CUDA starts: the workers are forked
         torch.manual_seed(options.seed)
         self.model = Micro(options.model).to(options.device)
+        if options.init is not None:
+            self.model.load_state_dict(load(options.init, options.device).state_dict())
         self.loss = loss_of
         self.step = 0
         self.spent = 0.0
         self.best = (-1.0, -1.0)
         self.started_over = 0
-        self.passed = False
+        self.passed = options.init is not None  # exported weights have passed the gate
         self.recent = 0.0
         self.evaluated = 0.0
         self._optimisers()
@@ -154,8 +160,8 @@ class Trainer:
         with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=device != "cpu"):
             hidden = self.model(ids, positions)
             loss, right = self.loss(self.model.embed_tokens.weight, hidden, targets, weights)
-        loss.backward()
-        factor = learning_rate(self.fraction(), self.step)
+        torch.autograd.backward(loss)
+        factor = learning_rate(self.fraction(), self.step, self.options.decay)
         for optimiser, base in ((self.muon, 0.02), (self.adam, 2e-3)):
             for group in optimiser.param_groups:
                 group["lr"] = base * factor
@@ -259,11 +265,11 @@ def faster_attention() -> None:
             switch(other == name)
         try:
             for _ in range(2):
-                F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
+                torch.autograd.backward(F.scaled_dot_product_attention(q, q, q, is_causal=True).sum())
             torch.cuda.synchronize()
             began = time.monotonic()
             for _ in range(4):
-                F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
+                torch.autograd.backward(F.scaled_dot_product_attention(q, q, q, is_causal=True).sum())
             torch.cuda.synchronize()
             times[name] = time.monotonic() - began
         except RuntimeError as error:
@@ -348,12 +354,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, default=max(0, (os.cpu_count() or 1) - 3))
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--init", type=Path, help="start from an exported folder, in the last stage of the schedule")
     parser.add_argument("--eval-seeds", type=int, default=64)
     parser.add_argument("--final-seeds", type=int, default=200)
     parser.add_argument("--max-steps", type=int, default=10**9)
     args = vars(parser.parse_args(argv))
     skip = args.pop("no_compile")
     options = replace(Options(out=args["out"]), **args)
+    if options.init is not None:
+        options = replace(options, stages=curriculum.LATE, decay=0.75)
     train(replace(options, compile=options.device == "cuda" and not skip))
 
 

@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 WORDS = (
-    "valve rotor pump panel relay motor cable drain guard hinge lever nozzle piston sensor shaft "
-    "spring switch tank gauge filter frame clamp coil plate bearing seal socket washer wheel bracket "
-    "was is near under above beside checked moved cleaned painted replaced noted kept left right warm "
-    "cold loose tight open closed today again twice later before after with without the and for"
-).split()
+    "valve", "rotor", "pump", "panel", "relay", "motor", "cable", "drain", "guard", "hinge", "lever", "nozzle",
+    "piston", "sensor", "shaft", "spring", "switch", "tank", "gauge", "filter", "frame", "clamp", "coil", "plate",
+    "bearing", "seal", "socket", "washer", "wheel", "bracket", "was", "is", "near", "under", "above", "beside",
+    "checked", "moved", "cleaned", "painted", "replaced", "noted", "kept", "left", "right", "warm", "cold", "loose",
+    "tight", "open", "closed", "today", "again", "twice", "later", "before", "after", "with", "without", "the", "and",
+    "for",
+)  # fmt: skip
 _INSIDE = frozenset(w[i : i + 3] for w in WORDS for i in range(len(w) - 2))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -223,7 +224,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(f"{len(chunk):x}\r\n".encode() + chunk + b"\r\n")
         self.wfile.write(b"0\r\n\r\n")
 
-    do_GET = do_POST = do_DELETE = _serve
+    def _quietly(self) -> None:
+        with contextlib.suppress(ConnectionError):  # the client hung up
+            self._serve()
+
+    do_GET = do_POST = do_DELETE = _quietly
 
     def log_message(self, *_: Any) -> None: ...
 

@@ -168,6 +168,7 @@ class EngineLife(RuleBasedStateMachine):
             item.made += output.token_ids
             assert item.made == item.expected[: len(item.made)]
             if output.seq.fault is not None:
+                assert self.llm.runner.steps in self.llm.runner.fail_execute, output.seq.fault
                 assert output.finished
                 assert output.seq.status is Status.CLOSED
                 self.running.remove(item)
@@ -374,6 +375,3 @@ def test_long_lives() -> None:
     rare = ("continued from KV that was pruned", "prune failed", "pruned tokens: True, bytes: True", "faults", "refused")
     misses = ("None", "new", "diverged", "reclaimed", "pruned_not_accepted")
     assert all(EngineLife.seen[what] > 3 for what in (*rare, *(f"miss: {reason}" for reason in misses))), EngineLife.seen
-
-def teardown_module():
-    print(EngineLife.seen)

@@ -149,6 +149,8 @@ class Running:
         if self.open:
             self.cancelled.set()
             self.chain.active = self.open = False
+            if not self.chain.ids:
+                self.backend.chains = {name: one for name, one in self.backend.chains.items() if one is not self.chain}
             if self.backend.cancel_error is not None:
                 raise self.backend.cancel_error
 
@@ -172,11 +174,12 @@ class FakeBackend:
         self.commit_error: BaseException | None = None
         self.cancel_error: Exception | None = None
         self.calls = 0
+        self.prefix = f"{id(self):x}"
         self.template_system = ""
 
     def new_call_id(self) -> str:
         self.calls += 1
-        return f"call_{id(self):x}_{self.calls}"
+        return f"call_{self.prefix}_{self.calls}"
 
     def say(self, *replies: Reply | str) -> None:
         self.replies.extend(Reply(reply) if isinstance(reply, str) else reply for reply in replies)
@@ -299,6 +302,7 @@ class FakeBackend:
         self._may_fail("rollback")
         chain = self.chains.get(chain_id)
         if chain is not None:
+            assert length <= len(chain.ids)
             chain.ids = chain.ids[:length]
             chain.cut(max(0, length - 1))
 

@@ -199,3 +199,23 @@ def test_a_lag_is_an_int_or_none(lag: object) -> None:
     with pytest.raises(BadRequest, match="prune_after"):
         session.add_tool_result(session.open_calls[0].id, "x", prune_after=lag)  # type: ignore[arg-type]
     assert session.open_calls
+
+
+def test_rolling_back_forgets_what_was_due_and_pinned_later() -> None:
+    backend = FakeBackend()
+    session = Session(backend, policy=Policy(prune_after=0))
+    session.add_user("go")
+    act(session, backend, "f")
+    act(session, backend, "f", pin=True)
+    act(session, backend, "f")
+    assert [span.state for span in results_of(session)] == ["pruned", "pinned", "live"]
+    session.set_policy(None)
+    session.generate()
+    session.set_policy(Policy(prune_after=0))
+    session.set_policy(None)
+    assert [span.state for span in results_of(session)] == ["pruned", "pinned", "due"]
+    session.rollback(to=3)
+    assert session._branch.ledger.was_due == set()
+    assert session._branch.ledger.pins == {results_of(session)[1].id}
+    session.rollback(to=1)
+    assert session._branch.ledger.pins == set()

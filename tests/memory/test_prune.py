@@ -174,13 +174,15 @@ def test_a_policy_skips_what_would_free_nothing(backend: FakeBackend) -> None:
 def test_when_kv_cannot_be_pruned_it_goes_and_the_record_stands(backend: FakeBackend) -> None:
     session = played(backend)
     backend.errors["prune"] = RuntimeError("device lost")
-    with pytest.raises(EngineFault) as raised:
-        session.prune(results(session)[0])
-    assert raised.value.kept == 5
+    assert session.prune(results(session)[0])[0].tokens == 37
     assert session.chain_id not in backend.chains
     assert results(session)[0].state == "pruned"
     session.add_user("on")
-    assert session.generate().exactness == "lossy"
+    turn = session.generate()
+    assert (turn.exactness, turn.usage.cached_tokens) == ("lossy", 0)
+    backend.errors["rollback"] = EngineFault("device lost")
+    assert session.rollback() == 5
+    assert session.chain_id not in backend.chains
 
 
 # -- rebuild
@@ -244,6 +246,22 @@ def test_in_place_right_after_a_rebuild(backend: FakeBackend) -> None:
     for branch in (session, child):
         resident, replayed = answer_after_losing_kv(branch, backend)
         assert resident == replayed
+    assert not backend.mismatches
+
+
+def test_what_is_pruned_in_place_before_the_new_epoch_has_kv(backend: FakeBackend) -> None:
+    session = played(backend)
+    first, _, third, fourth = results(session)
+    session.prune(third, mode="rebuild")
+    child = session.fork()
+    for branch in (session, child):
+        branch.prune([first, fourth])
+        assert [at for at, _ in branch._branch.history().edits] == [third.start, branch.tokens]
+        resident, replayed = answer_after_losing_kv(branch, backend)
+        assert resident == replayed
+        assert branch.last_turn is not None
+        assert branch.last_turn.miss is not None
+        assert branch.last_turn.miss.reason == "rebuild"
     assert not backend.mismatches
 
 

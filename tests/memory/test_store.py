@@ -143,6 +143,8 @@ def test_history_brought_along_comes_back(backend: FakeBackend, store: SessionSt
 
 
 def test_a_resumed_session_gives_the_same_tokens(backend: FakeBackend, store: SessionStore) -> None:
+    uninterrupted = FakeBackend()
+    uninterrupted.prefix = backend.prefix
     session = played(backend, store, policy=Policy(prune_after=0))
     elsewhere = FakeBackend()
     again = Session.resume(elsewhere, store, session.id)
@@ -150,7 +152,7 @@ def test_a_resumed_session_gives_the_same_tokens(backend: FakeBackend, store: Se
     session.close()
     assert turn.pruned_now
     assert turn.miss is not None
-    fresh = played(FakeBackend(), None, policy=Policy(prune_after=0))
+    fresh = played(uninterrupted, None, policy=Policy(prune_after=0))
     assert fresh.generate().text == turn.text
     assert not elsewhere.mismatches
 

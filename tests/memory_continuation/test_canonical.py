@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentkv.errors import BadRequest, OrphanResult
@@ -131,6 +131,7 @@ JSON = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.text(max_size=4), JSON, max_size=4))
 def test_arguments_survive_serialisation(value):
     spellings = [
@@ -141,6 +142,7 @@ def test_arguments_survive_serialisation(value):
     assert len({canonical_arguments(text) for text in [*spellings, value]}) == 1
 
 
+@settings(deadline=None)
 @given(JSON, JSON)
 def test_different_arguments_stay_different(one, other):
     if one != other or json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True):

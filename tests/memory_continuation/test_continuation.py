@@ -366,4 +366,4 @@ def test_a_long_history_is_cheap(count):
     index.restore("t", "k", asked(index, *log), session_id="s", chain_id="c", turns=count)
     began = time.perf_counter()
     assert index.lookup("t", "k", asked(index, *log, ("user", "new"))).turn == count
-    assert time.perf_counter() - began < 0.1
+    assert time.perf_counter() - began < 0.5

@@ -199,6 +199,47 @@ def test_timed_work_is_done_for_due_rows_only(loaded: LoadedModel) -> None:
     assert method.done == [(1, 2)]
 
 
+@dataclass(frozen=True)
+class Threads(SparseMethod):
+    """Notes how many threads a step runs on."""
+
+    seen: list[int] = field(default_factory=list)
+
+    def on_step_begin(self, batch: DeviceBatch) -> None:
+        self.seen.append(torch.get_num_threads())
+        if batch.positions[0] == 99:
+            raise RuntimeError("fault")
+
+
+def test_a_small_step_runs_on_one_thread_and_leaves_the_setting(loaded: LoadedModel) -> None:
+    method = Threads()
+    runner = runner_of(loaded, method)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        runner.execute(Batch([work(0, list(range(30)))]))
+        runner.execute(Batch([work(0, [1], at=30)]))
+        assert method.seen == [2, 1]
+        with pytest.raises(RuntimeError, match="fault"):
+            runner.execute(Batch([work(0, [1], at=99)]))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+@dataclass(frozen=True)
+class Blind(SparseMethod):
+    """Selects, and forgets to say what of it is read."""
+
+    def select(self, layer: int, q: Tensor, q_raw: Tensor, batch: DeviceBatch) -> Selection | None:
+        return Selection(torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32))
+
+
+def test_a_selection_is_never_dropped_in_silence(loaded: LoadedModel) -> None:
+    with pytest.raises(TypeError, match="Blind selects"):
+        runner_of(loaded, Blind()).execute(Batch([work(0, [1, 2])]))
+
+
 def test_dense_says_what_it_is() -> None:
     dense = methods.get("dense")
     assert (dense.exactness, dense.reuse, dense.evicts, dense.states) == ("exact", "radix", False, ())

@@ -29,6 +29,8 @@ def test_logits_equal_transformers_at_page_edges(
     model: Any, twin: Any, host: Any, family: str, dtype: str, page_size: int
 ) -> None:
     edges = [1, page_size - 1, page_size, page_size + 1, 2 * page_size - 1, 2 * page_size, 2 * page_size + 1, 4 * page_size]
+    if family == "micro":  # larger, so fewer lengths here; its own page size is below
+        edges = [page_size - 1, page_size + 1, 2 * page_size]
     for length in edges:
         tokens = tokens_of(length, length)
         want = reference_logits(twin(family, dtype), tokens)

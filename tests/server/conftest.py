@@ -64,8 +64,11 @@ def tokens(value: Any) -> int:
 class FakeStream:
     def __init__(self, session: FakeSession, options: dict[str, Any]) -> None:
         self.session, self.options = session, options
-        self.pruned_now: tuple[PrunedSpan, ...] = ()
-        self.miss = None
+
+    @property
+    def begun(self) -> Turn:
+        session = self.session
+        return Turn(number=session.turns + 1, text="", usage=Usage(resident_tokens=7), pruned_now=session.world.pruned)
 
     def __enter__(self) -> Self:
         self.session.start(self)
@@ -228,6 +231,7 @@ class FakeSession:
             reasoning=reasoning,
             tool_calls=calls,
             finish_reason=finish,
+            pruned_now=self.world.pruned,
             usage=usage,
             chain_id=self.chain_id,
         )
@@ -294,6 +298,7 @@ class FakeRuntime:
         self.made = 0
         self.running = 0
         self.full = False
+        self.pruned: tuple[PrunedSpan, ...] = ()
         self.stuck = False
 
     def session(self, *, id: str | None = None, tenant: str = "", **options: Any) -> FakeSession:

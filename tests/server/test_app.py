@@ -50,6 +50,10 @@ def test_metrics_add_up(served):
     assert seen['agentkv_ttft_seconds_count{route="chat"}'] == 3
     assert seen['agentkv_queue{state="running"}'] == 0
     assert seen["agentkv_ready"] == 1
+    served.runtime.stuck = True
+    seen = samples(httpx.get(url + "/metrics").text)
+    assert seen["agentkv_ready"] == 0
+    assert "agentkv_arena_bytes_total" not in seen
 
 
 def test_keys_make_tenants(serve):

@@ -10,6 +10,8 @@ import httpx
 import openai
 import pytest
 
+from agentkv.types import PrunedSpan
+
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}}
     for name in ("read", "write")
@@ -80,6 +82,16 @@ def test_streamed_equals_not_streamed(client, prompt):
     ]
     assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
     assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_prunes_are_told_on_the_first_chunk(client, served):
+    served.runtime.pruned = (PrunedSpan(span_id="sp1", call_id="c", tokens=9, why="lag 4"),)
+    told = [{"span_id": "sp1", "call_id": "c", "tokens": 9, "why": "lag 4"}]
+    assert ask(client, [user("x")]).agentkv["pruned_now"] == told
+    first = next(iter(ask(client, [user("x")], stream=True)))
+    assert first.agentkv["pruned_now"] == told
+    assert first.agentkv["resident_tokens"] == 7
+    assert " · 1 pruned · " in served.lines[0]
 
 
 def test_length_gives_no_half_call(client):
@@ -331,6 +343,7 @@ def test_lags_by_call_id_ride_with_the_result(client, served):
         ({"temperature": -1}, "bad_request", "temperature"),
         ({"temperature": "hot"}, "bad_request", "temperature"),
         ({"stop": [1]}, "bad_request", "stop"),
+        ({"seed": 2**70}, "bad_request", "seed"),
         ({"messages": []}, "bad_request", "messages"),
         ({"messages": "hi"}, "bad_request", "messages"),
         ({"messages": [{"role": "robot", "content": ""}]}, "bad_request", "messages"),
@@ -352,10 +365,12 @@ def test_what_is_refused(served, body, code, param):
 
 def test_what_is_ignored_or_harmless(served):
     body = {
-        "model": None, "messages": [{"role": "developer", "content": "d"}, {"role": "user", "content": None}, user("x")], "n": 1,
-        "logprobs": False, "presence_penalty": 0, "response_format": {"type": "text"}, "tool_choice": "auto", "stop": "END",
+        "model": None, "messages": [{"role": "developer", "content": "d"}, {"role": "user", "content": None}, user("x")],
+        "n": 1, "logprobs": False, "presence_penalty": 0, "response_format": {"type": "text"}, "tool_choice": "auto",
+        "stop": "END",
         "parallel_tool_calls": True, "reasoning_effort": "high", "metadata": {"a": 1}, "store": False, "foo": 1, "seed": 3,
-        "max_completion_tokens": 50, "top_k": -1, "stream": False, "stream_options": None, "service_tier": "auto", "logit_bias": {},
+        "max_completion_tokens": 50, "top_k": -1, "stream": False, "stream_options": None, "service_tier": "auto",
+        "logit_bias": {}, "agentkv": None,
     }  # fmt: skip
     reply = httpx.post(served.url + "/v1/chat/completions", json=body)
     assert reply.status_code == 200, reply.text

@@ -141,7 +141,8 @@ def test_events_in_order() -> None:
     seen: list[Any] = []
     session.run(on_event=seen.append, approve=lambda asked: ALLOW if asked.id == "c1" else reject("no"))
     assert [type(event).__name__ for event in seen] == [
-        "TextDelta", "ToolCallReady", "ToolCallReady", "TurnDone", "ToolStarted", "ToolFinished", "ToolFinished", "TextDelta", "TurnDone",
+        "TextDelta", "ToolCallReady", "ToolCallReady", "TurnDone", "ToolStarted", "ToolFinished", "ToolFinished", "TextDelta",
+        "TurnDone",
     ]  # fmt: skip
     assert isinstance(seen[4], ToolStarted)
     finished = seen[5]

@@ -18,6 +18,10 @@ from agentkv.errors import BadRequest
 from agentkv.types import Interval
 
 
+SPARE_SHARE = 16
+"""A compaction takes at most a sixteenth of the chain's pages beyond what it must have."""
+
+
 @dataclass(slots=True)
 class Checkpoint:
     """A turn boundary that can be gone back to: the state when the chain had `length` tokens."""
@@ -197,7 +201,8 @@ class ChainCache:
         if spare < wanted:
             self.lose(chain, "reclaimed")
             return []
-        change = state.remove(intervals, spare)
+        # Few spare pages: a prune is there to lower the peak, not to raise it by a copy of everything behind the hole.
+        change = state.remove(intervals, min(spare, wanted + len(state.units) // SPARE_SHARE))
         self._recut(chain, lengths)
         self.radix.insert(chain.salt, chain.token_ids, state, chain.chain_id)
         return change.moves

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
+from itertools import count
 
 from agentkv.engine.cache.extents import ExtentPool, Slice
 from agentkv.engine.cache.intervals import common_prefix
@@ -118,7 +119,8 @@ class RadixCache:
         """
         before = self.pool.free_units
         goal = before + units
-        leaves = [(node.last_used, id(node), node) for node in self.nodes() if not node.children]
+        number = count()
+        leaves = [(node.last_used, next(number), node) for node in self.nodes() if not node.children]
         heapify(leaves)
         while leaves and self.pool.free_units < goal:
             _, _, leaf = heappop(leaves)
@@ -130,7 +132,7 @@ class RadixCache:
             parent = leaf.parent
             self._remove(leaf)
             if parent is not None and not parent.children and parent.parent is not None:
-                heappush(leaves, (parent.last_used, id(parent), parent))
+                heappush(leaves, (parent.last_used, next(number), parent))
         return self.pool.free_units - before
 
     def nodes(self) -> Iterator[Node]:

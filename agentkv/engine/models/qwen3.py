@@ -6,6 +6,6 @@ from agentkv.engine.layers import Decoder
 
 
 class Qwen3(Decoder):
-    """Qwen3ForCausalLM: the dense Qwen3 checkpoints, and the bundled micro."""
+    """Qwen3ForCausalLM: the Qwen3 checkpoints without experts, and the bundled micro."""
 
     qk_norm = True

@@ -1,0 +1,113 @@
+"""Play a task with transformers' own model and `generate`: an oracle for any other engine.
+
+It uses nothing of agentkv but the world, so equal verdicts are independent evidence.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from agentkv.world.env import World
+from agentkv.world.task import make_task
+
+_CALL = re.compile(r"<tool_call>\n(\{.*\})\n</tool_call>", re.DOTALL)
+
+
+@lru_cache(maxsize=2)
+def _load(model_dir: str, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    from transformers import AutoTokenizer, Qwen3ForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    model: Any = Qwen3ForCausalLM.from_pretrained(model_dir, dtype=dtype)
+    return tokenizer, model.to(device).eval()
+
+
+def play_with_transformers(
+    model_dir: str | Path,
+    seed: int,
+    max_bytes: int = 8192,
+    max_turns: int = 24,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    family: str | None = None,
+    followups: bool = False,
+) -> bool:
+    """The world's verdict after the model's own greedy commands on one evaluation seed.
+
+    With `followups`, every follow-up question must be answered rightly as well.
+    """
+    tokenizer, model = _load(str(model_dir), device, dtype)
+    task = make_task(seed, family, max_bytes)
+    with World(task) as world:
+        talk = _Talk(tokenizer, model, world)
+        talk.user(task.prompt)
+        for _ in range(max_turns):
+            text = talk.turn()
+            command = command_of(text)
+            if command is None:
+                break
+            talk.result(world.bash(command))
+        good = world.verdict()
+        for item in task.followups if followups else ():
+            talk.user(item.question)
+            good = good and world.check_followup(item.question, talk.turn())
+        return good
+
+
+def command_of(text: str) -> str | None:
+    """The command of a turn's tool call; None when the turn has none that can be read."""
+    found = _CALL.search(text)
+    if found is None:
+        return None
+    try:
+        command = json.loads(found[1])["arguments"]["command"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return command if isinstance(command, str) else None
+
+
+class _Talk:
+    """One conversation: template text in, greedy turns out, with transformers' own cache."""
+
+    def __init__(self, tokenizer: Any, model: Any, world: World) -> None:
+        from transformers import DynamicCache
+
+        self.tokenizer, self.model = tokenizer, model
+        self.tools = list(world.dialect.tools)
+        self.messages: list[dict[str, Any]] = [{"role": "system", "content": world.dialect.system}]
+        self.cache = DynamicCache(config=model.config)
+        self.end = tokenizer.eos_token_id
+
+    def user(self, text: str) -> None:
+        """Add a user message."""
+        self.messages.append({"role": "user", "content": text})
+
+    def result(self, body: str) -> None:
+        """Add a tool result."""
+        self.messages.append({"role": "tool", "content": body})
+
+    def turn(self) -> str:
+        """Generate one assistant turn and add it to the conversation as it was generated."""
+        prompt = self.tokenizer.apply_chat_template(self.messages, tools=self.tools, tokenize=False, add_generation_prompt=True)
+        ids = self.tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids.to(self.model.device)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # the argument's name differs between releases
+            out = self.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                past_key_values=self.cache,
+                max_new_tokens=200,
+                do_sample=False,
+                pad_token_id=self.end,
+            )
+        made = out[0, ids.shape[1] :].tolist()
+        text = str(self.tokenizer.decode([i for i in made if i != self.end]))
+        self.messages.append({"role": "assistant", "content": text})
+        return text
