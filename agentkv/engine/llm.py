@@ -169,15 +169,15 @@ class LLM:
     def fork(self, chain_id: str, new_chain_id: str, length: int) -> None:
         """A new chain that shares the first `length` committed tokens; a busy chain gives its last boundary.
 
-        Nothing happens for a chain that is not known: the child's first request prefills. Raises BadRequest for a length
-        past the end or a new name that is taken.
+        Nothing happens for a chain that is not known, and past its end: the child's first request prefills. Raises BadRequest
+        for a negative length or a new name that is taken.
         """
         chain = self.chains.chains.get(chain_id)
         if chain is not None:
             self.chains.fork(chain, new_chain_id, length)
 
     def rollback(self, chain_id: str, length: int) -> None:
-        """Cut the chain back to its first `length` tokens. Raises Busy, BadRequest for a length past the end."""
+        """Cut the chain back to its first `length` tokens. Raises Busy, BadRequest for a negative length."""
         chain = self._idle(chain_id)
         if chain is not None:
             self.chains.rollback(chain, length)

@@ -101,7 +101,7 @@ class Branch:
 
     @contextmanager
     def kv(self, doing: str) -> Iterator[None]:
-        """A change of KV that is already on record: when it fails, the KV goes, the record stands and the next turn prefills."""
+        """A change of KV that is on record already: when it fails, the KV goes, the record stands, the next turn prefills."""
         try:
             yield
         except BaseException as error:

@@ -111,9 +111,18 @@ class Ledger:
 
     def due(self, policy: Policy | None) -> list[Record]:
         """Every result that is due, in order."""
-        names: Iterable[str] = self._unpruned if rules.prunes(policy) else {**self._lagged, **dict.fromkeys(self.was_due)}
-        found = (self.records[self._index[name]] for name in names)
-        return sorted((r for r in found if self.is_due(r, policy)), key=lambda r: r.interval)
+        lagged = [self.records[self._index[name]] for name in {**self._lagged, **dict.fromkeys(self.was_due)}]
+        found = [record for record in lagged if self.is_due(record, policy)]
+        least = rules.least_lag(policy)
+        if least is not None:
+            for name in self._unpruned:  # oldest first, so that ages only fall
+                record = self.records[self._index[name]]
+                age = self.age(record)
+                if age is None or age < least:
+                    break
+                if record.lag is None and name not in self.was_due and self.is_due(record, policy):
+                    found.append(record)
+        return sorted(found, key=lambda record: record.interval)
 
     def state(self, record: Record, policy: Policy | None) -> SpanState:
         """The span's state now."""

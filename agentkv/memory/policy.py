@@ -48,6 +48,7 @@ def reason(lag: int | None, reached: int, policy: Policy | None, record: Record)
     return f"age {reached} reached {source}={lag}"
 
 
-def prunes(policy: Policy | None) -> bool:
-    """Can this policy make a result due that has no lag of its own?"""
-    return policy is not None and any(lag is not None for lag in (policy.prune_after, *policy.by_tool.values()))
+def least_lag(policy: Policy | None) -> int | None:
+    """The smallest lag that a policy can give to a result; None if it prunes nothing."""
+    lags = () if policy is None else (policy.prune_after, *policy.by_tool.values())
+    return min((lag for lag in lags if lag is not None), default=None)

@@ -10,10 +10,26 @@ from typing import Any
 import msgspec
 
 from agentkv.memory.saved import pack, unpack
-from agentkv.memory.span import Prune, Record, byte_size
+from agentkv.memory.span import Prune, Record, byte_size, whole
 from agentkv.types import ToolCall
 
 Row = Mapping[Any, Any]
+
+
+def dumped(value: Any) -> str:
+    """A value as JSON. Half surrogates, which a model can write as escapes in arguments, become U+FFFD."""
+    try:
+        return msgspec.json.encode(value).decode()
+    except UnicodeEncodeError:
+        return msgspec.json.encode(_whole(msgspec.to_builtins(value))).decode()
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {whole(str(key)): _whole(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_whole(item) for item in value]
+    return whole(value) if isinstance(value, str) else value
 
 
 def span_row(record: Record, *, chain_id: str | None, turn: int | None, base: int) -> dict[str, Any]:
@@ -25,12 +41,12 @@ def span_row(record: Record, *, chain_id: str | None, turn: int | None, base: in
         "number": record.turn,
         "message": record.message,
         "kind": record.kind,
-        "text": record.text,
+        "text": whole(record.text),
         "first": None if record.start is None else record.start - base,
         "last": None if record.end is None else record.end - base,
         "call_id": record.call_id,
         "tool_name": record.tool_name,
-        "call": None if record.call is None else msgspec.json.encode(record.call).decode(),
+        "call": None if record.call is None else dumped(record.call),
         "answers": record.answers,
         "lag": record.lag,
         "keep": record.keep,

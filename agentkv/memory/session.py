@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from agentkv.dialogue import Message
-from agentkv.errors import BadRequest, Conflict, OrphanResult
+from agentkv.errors import AgentkvError, BadRequest, Conflict, OrphanResult
 from agentkv.memory import plan as plans
 from agentkv.memory.backend import KVBackend
 from agentkv.memory.branch import Branch
@@ -125,26 +125,28 @@ class Session(Standing):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Suspend; on an exception a running turn is rolled back first. A closed session stays closed."""
+        """Suspend; a turn that is still running is rolled back first. A closed session stays closed."""
         running = self._branch.running
-        if running is not None and error is not None:
+        if running is not None:
             running.abandon()
         if not self._branch.closed:
-            self.suspend()
+            with suppress(*([] if error is None else [AgentkvError])):  # what the body raised matters more
+                self.suspend()
 
     # -- adding
 
     def add_user(self, content: str | Sequence[Any]) -> Span:
         """Add what the user says: text, or a list of text parts. Durable when it returns."""
-        text = said(content, "content")
         with self._branch.change():
+            text = said(content, "content")
             self._branch.check_answered()
             return self._append(Message(role="user", content=text))[0]
 
     def add_assistant(self, text: str = "", tool_calls: Iterable[ToolCall] = (), reasoning: str = "") -> list[Span]:
         """Add an answer that a client brought along; it is rendered as history, and its calls are open."""
-        calls, text, reasoning = tuple(tool_calls), said(text, "content"), said(reasoning, "reasoning")
+        calls = tuple(tool_calls)
         with self._branch.change():
+            text, reasoning = said(text, "content"), said(reasoning, "reasoning")
             self._branch.check_answered()
             names = [call.id for call in calls]
             for name in names:
@@ -170,11 +172,11 @@ class Session(Standing):
         error: bool = False,
     ) -> Span:
         """Answer an open call. prune_after: lag of this result, before the policy's. The same result twice is one."""
-        text = said(content, "content")
-        check_lag(prune_after)
-        parse_keep(keep)
         branch = self._branch
         with branch.change():
+            text = said(content, "content")
+            check_lag(prune_after)
+            parse_keep(keep)
             known = branch.ledger.answer(call_id)
             if known is not None:
                 if known.text != text:
@@ -332,8 +334,8 @@ class Session(Standing):
 
     def set_prune_after(self, span: Span | str, prune_after: int | None) -> Span:
         """Another lag for one result; None leaves it to the policy. A result that is due stays due."""
-        check_lag(prune_after)
         with self._branch.change():
+            check_lag(prune_after)
             branch, record = self._branch, self._one(span)
             if record.kind != "tool_result":
                 raise BadRequest(f"span {record.id} is a {record.kind} span", hint="Only tool results have a lag", param="span")

@@ -108,6 +108,11 @@ def byte_size(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
+def whole(text: str) -> str:
+    """The text with half surrogates replaced by U+FFFD: no tokenizer and no database takes them."""
+    return text if text.isascii() else text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
 def record(kind: SpanKind, text: str, *, message: int, turn: int, call: ToolCall | None = None) -> Record:
     """A new span that has not been rendered."""
     return Record(

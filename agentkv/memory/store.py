@@ -93,7 +93,7 @@ class SessionStore:
             db.execute(insert(sessions), {"id": session_id, "tenant": tenant, "chain_id": chain_id, "created": now})
         row = {"parent": None, "head": None, "turns": 0, "tokens": 0, **more}
         row |= {"id": chain_id, "session_id": session_id, "version": 0, "closed": False, "created": now, "updated": now}
-        row |= {"model": settings.model, "settings": _json(settings), "usage": _json(Usage())}
+        row |= {"model": settings.model, "settings": rows.dumped(settings), "usage": rows.dumped(Usage())}
         db.execute(insert(chains), row)
 
     def load(self, session_id: str, *, chain_id: str | None = None, tenant: str | None = None) -> Saved:
@@ -225,17 +225,17 @@ class SessionStore:
         turn, now = commit.turn, time.time()
         with self._write("committing a turn") as db:
             row = {"parent": commit.parent, "number": turn.number, "length": len(commit.ids) // 4, "ids": commit.ids}
-            made = insert(turns).values(**row, answer=_json(turn), created=now).returning(turns.c.id)
+            made = insert(turns).values(**row, answer=rows.dumped(turn), created=now).returning(turns.c.id)
             node: int = db.execute(made).scalar_one()
-            chain = {"head": node, "turns": turn.number, "tokens": commit.tokens, "usage": _json(commit.usage)}
+            chain = {"head": node, "turns": turn.number, "tokens": commit.tokens, "usage": rows.dumped(commit.usage)}
             version = self._touch(db, chain_id, version, **chain)
             waiting = [record for record in commit.placed if record.message != HEAD]
             if waiting:
                 db.execute(_PLACE, [_placed(record, chain_id, node, commit.base) for record in waiting])
             new = [record for record in commit.placed if record.message == HEAD] + commit.made
             db.execute(insert(spans), [rows.span_row(record, chain_id=None, turn=node, base=commit.base) for record in new])
-            miss = None if turn.miss is None else _json(turn.miss)
-            told = {"chain_id": chain_id, "turn": turn.number, "outcome": turn.finish_reason, "usage": _json(turn.usage)}
+            miss = None if turn.miss is None else rows.dumped(turn.miss)
+            told = {"chain_id": chain_id, "turn": turn.number, "outcome": turn.finish_reason, "usage": rows.dumped(turn.usage)}
             db.execute(insert(requests).values(**told, miss=miss, milliseconds=commit.milliseconds, created=now))
         return node, version
 
@@ -243,7 +243,7 @@ class SessionStore:
         self, chain_id: str, version: int, overlay: Overlay, settings: Settings | None = None, tokens: int | None = None
     ) -> int:
         """Replace what the branch did to its spans, and its settings where they are given."""
-        changed: dict[str, Any] = {} if settings is None else {"settings": _json(settings)}
+        changed: dict[str, Any] = {} if settings is None else {"settings": rows.dumped(settings)}
         if tokens is not None:
             changed["tokens"] = tokens
         with self._write("recording prunes and pins") as db:
@@ -383,10 +383,6 @@ def _open_calls(answer: str | None, since: Sequence[tuple[str, str]]) -> tuple[s
     made += [call_id for kind, call_id in since if kind == "tool_call"]
     answered = {call_id for kind, call_id in since if kind == "tool_result"}
     return tuple(call_id for call_id in made if call_id not in answered)
-
-
-def _json(value: Any) -> str:
-    return msgspec.json.encode(value).decode()
 
 
 @contextmanager

@@ -8,17 +8,14 @@ from typing import Any
 from agentkv.dialogue import Message
 from agentkv.errors import BadRequest
 from agentkv.memory.canonical import text_of
+from agentkv.memory.span import whole
 
 
 def said(content: Any, where: str) -> str:
-    """What a caller gave as content, as text: a string, or a list of text parts joined. Half surrogates become U+FFFD: no
-    tokenizer and no database takes them."""
+    """What a caller gave as content, as text: a string, or a list of text parts joined."""
     if not isinstance(content, (str, list, tuple)):
         raise BadRequest(f"{where}: text, or a list of text parts, not {type(content).__name__}", param=where)
-    text = content if isinstance(content, str) else text_of(list(content), where)
-    if text.isascii():
-        return text
-    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return whole(content if isinstance(content, str) else text_of(list(content), where))
 
 
 def openai_message(message: Message) -> dict[str, Any]:
@@ -35,7 +32,7 @@ def openai_message(message: Message) -> dict[str, Any]:
             {
                 "id": call.id,
                 "type": "function",
-                "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+                "function": {"name": call.name, "arguments": whole(json.dumps(call.arguments, ensure_ascii=False))},
             }
             for call in message.tool_calls
         ]

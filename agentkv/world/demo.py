@@ -82,24 +82,22 @@ def _play(session: Session, world: World, task: Task, prune_after: int, show: Sh
     """Let the model act until it stops; count what its turns cost."""
     turns: list[Turn] = []
     due: set[str] = set()
+    commands: dict[str | None, str] = {}
 
     def on_event(event: Any) -> None:
         if isinstance(event, ToolCallReady):
-            show(f"[cyan]turn {len(turns):2}[/cyan]  $ {_plain(str(event.call.arguments.get('command', '')))}")
+            commands[event.call.id] = _plain(str(event.call.arguments.get("command", "")))
+            show(f"[cyan]turn {len(turns) + 1:2}[/cyan]  $ {commands[event.call.id]}")
         elif isinstance(event, ToolFinished):
             show(f"         {_plain(_excerpt(event.content))}")
         elif isinstance(event, TurnDone):
             turns.append(event.turn)
             for gone in event.turn.pruned_now:
-                show(
-                    f"         [yellow]pruned[/yellow] the result of {gone.call_id}: {gone.tokens} tokens ({_plain(gone.why)})"
-                )
+                show(f"         [yellow]pruned[/yellow] {gone.tokens} tokens: the result of {commands[gone.call_id]}")
             for span in session.spans():
                 if span.state == "due" and span.id not in due:
                     due.add(span.id)
-                    show(
-                        f"         [magenta]due[/magenta]    the result of {span.call_id}: {span.tokens} tokens, age {span.age}"
-                    )
+                    show(f"         [magenta]due[/magenta]    {span.tokens} tokens: the result of {commands[span.call_id]}")
 
     session.add_user(task.prompt)
     session.run(max_turns=MAX_TURNS, prune_after=prune_after, on_event=on_event)

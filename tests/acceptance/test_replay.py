@@ -65,7 +65,7 @@ def test_a_rebuild_is_as_if_the_body_had_been_the_placeholder(tmp_path: Path) ->
         body = next(span for span in session.spans() if span.kind == "tool_result")
         session.prune(body.id, mode="rebuild")
         rebuilt = session.generate()
-        twin = runtime.session(system=NATIVE.system, tools=list(NATIVE.tools))
+        twin = runtime.session(system=NATIVE.system, tools=[world.bash])
         twin.add_user(world.task.prompt)
         for turn in turns:
             twin.add_assistant(turn.text, turn.tool_calls)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from agentkv.bench.world import run_world
-from agentkv.world.reference_play import play_with_transformers
 from agentkv.runtime_engine import model_path
+from agentkv.world.reference_play import play_with_transformers
 
 
 def test_ten_unseen_seeds() -> None:

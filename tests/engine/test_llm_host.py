@@ -173,11 +173,11 @@ def test_fork_and_rollback() -> None:
     assert info(llm, "a").logical_length == 18
     assert info(llm, "a").checkpoints == (18,)
     assert reasons(llm, [*ids[:18], 2], "a") == (None, 17, 2)
-    for name, length in (("a", 99), ("child0", -1)):
-        with pytest.raises(BadRequest):
-            llm.rollback(name, length)
     with pytest.raises(BadRequest):
-        llm.fork("a", "b", 99)
+        llm.rollback("child0", -1)
+    llm.rollback("a", 99)
+    llm.fork("a", "whole", 99)
+    assert info(llm, "whole").logical_length == info(llm, "a").logical_length == 18
     with pytest.raises(BadRequest):
         llm.fork("a", "child1", 3)
     llm.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -45,7 +46,7 @@ def test_a_task_is_solved_and_nothing_is_prefilled_twice(face: Any, world: World
         assert last.finish_reason == "stop"
         turns = [event.turn for event in events if isinstance(event, TurnDone)]
         assert len(turns) >= 4
-        for before, turn in zip(turns, turns[1:], strict=False):
+        for before, turn in itertools.pairwise(turns):
             assert turn.usage.prompt_tokens == turn.usage.cached_tokens + turn.usage.prefilled_tokens
             assert turn.usage.reusable_share >= 0.995
             assert turn.usage.prompt_tokens > before.usage.prompt_tokens
@@ -78,16 +79,16 @@ def test_streaming_gives_what_generate_gives(face: Any, world: World) -> None:
     session.close()
 
 
-def test_leaving_a_stream_early_rolls_the_turn_back(face: Any, world: World) -> None:
-    session = opened(face, world)
-    session.add_user(world.task.prompt)
-    with session.stream() as stream:
+def test_leaving_a_stream_early_rolls_the_turn_back(face: Any) -> None:
+    session = face.session()
+    session.add_user("babble")
+    with session.stream(max_tokens=3000, temperature=2.0, seed=3) as stream:
         for _ in stream:
             break
-    assert session.open_calls in ((), [])
-    turn = session.generate()
-    assert turn.number == 0 or turn.number == 1
-    assert turn.finish_reason == "tool_calls"
+    assert session.turns == 0
+    turn = session.generate(max_tokens=4)
+    assert turn.number == 1
+    assert session.messages()[0] == {"role": "user", "content": "babble"}
     session.close()
 
 
@@ -156,7 +157,7 @@ def test_pin_keeps_a_result_from_the_policy(face: Any, world: World) -> None:
     session = opened(face, world, policy=Policy(prune_after=0))
     session.add_user(world.task.prompt)
     pinned = None
-    for _ in range(3):
+    for _ in range(4):
         turn = session.generate()
         for call in turn.tool_calls:
             span = session.add_tool_result(call.id, world.bash(call.arguments["command"]), pin=pinned is None)

@@ -111,7 +111,10 @@ def test_overflow_is_a_400_with_the_openai_code(base_url: str) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_stops_the_generation(base_url: str, runtime: Runtime, stream: bool) -> None:
-    runtime_active = lambda: runtime.stats()["queue"]["running"]  # noqa: E731
+    def active() -> int:
+        running: int = runtime.stats()["queue"]["running"]
+        return running
+
     body = {
         "model": "micro",
         "messages": [{"role": "user", "content": "count for ever"}],
@@ -129,7 +132,7 @@ def test_a_client_that_goes_away_stops_the_generation(base_url: str, runtime: Ru
         except httpx.ReadTimeout:
             assert not stream
     deadline = time.monotonic() + 10
-    while runtime_active() and time.monotonic() < deadline:
+    while active() and time.monotonic() < deadline:
         time.sleep(0.05)
     stats = runtime.stats()
     assert stats["queue"]["running"] == 0

@@ -74,7 +74,9 @@ class Chain:
 class Running:
     """One generation of the fake."""
 
-    def __init__(self, backend: FakeBackend, chain: Chain, work: Chain, ids: list[int], reply: Reply, counts: Counts, most: int):
+    def __init__(
+        self, backend: FakeBackend, chain: Chain, work: Chain, ids: list[int], reply: Reply, counts: Counts, most: int
+    ):
         self.backend, self.chain, self.work, self.ids, self.reply = backend, chain, work, ids, reply
         self.prompt, self._counts = len(ids), counts
         said = reply.text + (f"-{sum(work.kv.values()) % 65_536:04x}" if reply.echo else "")

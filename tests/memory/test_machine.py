@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -115,9 +114,9 @@ class Model:
         places = {id(item): bodies[index][0] for index, item in enumerate(self.items) if index in bodies}
         start = min(places[id(item)] + cut(item.text, keep[id(item)]).start for item in chosen)
         for item in self.results():
-            if item.pruned and item.pruned[0] == "in_place":
-                if places[id(item)] + cut(item.text, item.pruned[1]).start >= start:
-                    item.pruned = ("rebuild", item.pruned[1])
+            in_place = item.pruned is not None and item.pruned[0] == "in_place"
+            if in_place and places[id(item)] + cut(item.text, item.pruned[1]).start >= start:
+                item.pruned = ("rebuild", item.pruned[1])
         for item in chosen:
             item.pruned = ("rebuild", keep[id(item)])
 
@@ -218,10 +217,11 @@ class SessionMachine(RuleBasedStateMachine):
                 session.generate()
             return
         if ends == "cancel":
-            with pytest.raises(Cancelled), session.stream() as st_:
-                next(st_)
-                st_.cancel()
-                st_.finish()
+            with session.stream() as stream:
+                next(stream)
+                stream.cancel()
+                with pytest.raises(Cancelled):
+                    stream.finish()
             return
         turn = session.generate()
         assert turn.usage.prompt_tokens == turn.usage.cached_tokens + turn.usage.prefilled_tokens

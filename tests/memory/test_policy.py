@@ -54,7 +54,9 @@ def test_a_session_agrees_with_the_recount_after_every_event(events: list[Event]
     gone: set[int] = set()
     for event in events:
         if event[0] == "assistant":
-            due = [place for place in spots(past) if place not in gone and (recount(past, place) or 0) >= lag and read(past, place)]
+            due = [
+                place for place in spots(past) if place not in gone and (recount(past, place) or 0) >= lag and read(past, place)
+            ]
             backend.say(Reply("t", calls=(("f", {}),) * results[event[1]]))
             turn = session.generate()
             assert len(turn.pruned_now) == len(due)
@@ -215,7 +217,20 @@ def test_rolling_back_forgets_what_was_due_and_pinned_later() -> None:
     session.set_policy(None)
     assert [span.state for span in results_of(session)] == ["pruned", "pinned", "due"]
     session.rollback(to=3)
-    assert session._branch.ledger.was_due == set()
     assert session._branch.ledger.pins == {results_of(session)[1].id}
     session.rollback(to=1)
     assert session._branch.ledger.pins == set()
+
+
+def test_rolling_back_recounts_with_the_policy_of_now() -> None:
+    backend = FakeBackend()
+    session = Session(backend)
+    session.add_user("go")
+    for _ in range(3):
+        act(session, backend, "f")
+    session.generate()
+    session.set_policy(Policy(prune_after=0))
+    session.set_policy(None)
+    assert [span.state for span in results_of(session)] == ["due", "due", "due"]
+    session.rollback(to=3)
+    assert [span.state for span in results_of(session)] == ["live", "live"]

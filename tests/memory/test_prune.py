@@ -91,7 +91,7 @@ def test_edges_keep_the_ends_of_the_body(backend: FakeBackend) -> None:
     bad(lambda: session.prune(results(session)[1], keep="edges:19"), "frees nothing")
     bad(lambda: session.prune(results(session)[1], keep="edges:0"), "keep")
     bad(lambda: session.prune(results(session)[1], keep="middle"), "keep")
-    assert "lossy" == session._branch.exactness
+    assert session._branch.exactness == "lossy"
 
 
 def test_what_cannot_be_pruned_is_refused_and_nothing_changes(backend: FakeBackend) -> None:

@@ -140,7 +140,7 @@ def test_content_is_text_or_text_parts(backend: FakeBackend) -> None:
     session.add_user([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])
     assert session.messages() == [{"role": "user", "content": "ab"}]
     for content in (None, 5, {"type": "text"}, [{"type": "image_url", "image_url": {}}]):
-        refused(BadRequest, None, lambda content=content: session.add_user(content))
+        refused(BadRequest, 0, lambda content=content: session.add_user(content))
     assert len(session.spans()) == 1
 
 
@@ -369,11 +369,16 @@ def test_leaving_with_suspends(session: Session, backend: FakeBackend) -> None:
 
 def test_an_exception_in_with_rolls_a_running_turn_back(session: Session, backend: FakeBackend) -> None:
     session.add_tool_result(session.open_calls[0].id, "r")
-    with pytest.raises(KeyError), session:
-        stream = session.stream()
-        stream.__enter__()
-        next(stream)
-        raise KeyError
+    stream = session.stream()
+
+    def body() -> None:
+        with session:
+            stream.__enter__()
+            next(stream)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        body()
     assert not session.running
     assert session.turns == 1
     assert session.messages()[-1]["content"] == "r"
@@ -387,7 +392,14 @@ def test_close_frees_kv_and_keeps_the_transcript(session: Session, backend: Fake
     assert session.chain_id not in backend.chains
     assert session.messages()
     assert session.info().state == "closed"
-    for verb in (session.generate, session.plan, session.fork, session.rollback, session.suspend, lambda: session.add_user("x")):
+    for verb in (
+        session.generate,
+        session.plan,
+        session.fork,
+        session.rollback,
+        session.suspend,
+        lambda: session.add_user("x"),
+    ):
         refused(BadRequest, 1, verb)
 
 

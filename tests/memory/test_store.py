@@ -74,7 +74,9 @@ def reopened(session: Session, store: SessionStore) -> Session:
 def other_process(code: str, *args: str) -> Any:
     """Run code in another process; what it prints last, as JSON."""
     env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}"}
-    done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=120, env=env, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=120, env=env, check=False
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.strip().splitlines()[-1])
 
@@ -140,6 +142,17 @@ def test_history_brought_along_comes_back(backend: FakeBackend, store: SessionSt
     assert session.messages()[-1]["content"] == "half a surrogate \ufffd, a whole one \U0001f600, a zero \0"
     session.generate()
     reopened(session, store)
+
+
+def test_arguments_with_half_a_surrogate_can_be_stored(backend: FakeBackend, store: SessionStore) -> None:
+    session = Session(backend, store)
+    session.add_user("go")
+    backend.say(Reply("t", calls=(("f", {"a": ["\ud800", {"\ud800": 1}], "n": 10**30}),)))
+    turn = session.generate()
+    assert turn.tool_calls[0].arguments["a"][0] == "\ud800"
+    assert "\ufffd" in session.messages()[-1]["tool_calls"][0]["function"]["arguments"]
+    again = Session.resume(FakeBackend(), store, session.id)
+    assert again.open_calls[0].arguments == {"a": ["\ufffd", {"\ufffd": 1}], "n": 10**30}
 
 
 def test_a_resumed_session_gives_the_same_tokens(backend: FakeBackend, store: SessionStore) -> None:
@@ -479,6 +492,15 @@ print(json.dumps(session.id))
     assert [process.returncode for process in running] == [0, 0, 0], ends
     with SessionStore(path) as store:
         assert {info.id for info in store.list()} == {json.loads(out) for out, _ in ends}
+
+
+def test_the_tables_compile_for_postgresql() -> None:
+    from sqlalchemy.dialects import postgresql
+    from sqlalchemy.schema import CreateTable
+
+    told = "".join(str(CreateTable(table).compile(dialect=postgresql.dialect())) for table in metadata.sorted_tables)
+    assert told.count("BIGSERIAL") == 4
+    assert "BYTEA" in told
 
 
 def test_urls() -> None:

@@ -100,9 +100,13 @@ def test_leaving_early_rolls_back(session: Session, backend: FakeBackend, read: 
 
 
 def test_an_exception_in_the_body_rolls_back(session: Session, backend: FakeBackend) -> None:
-    with pytest.raises(KeyError), session.stream() as st:
-        for _ in st:
-            raise KeyError
+    def body() -> None:
+        with session.stream() as st:
+            for _ in st:
+                raise KeyError
+
+    with pytest.raises(KeyError):
+        body()
     stands(session, backend)
 
 
@@ -265,6 +269,18 @@ def test_threads_share_a_session(backend: FakeBackend) -> None:
     assert not problems
     assert sorted(done) == list(range(1, session.turns + 1))
     assert not backend.mismatches
+
+
+def test_leaving_the_session_ends_a_turn_of_another_thread(session: Session, backend: FakeBackend) -> None:
+    with session:
+        _, thread, outcome = held(session, backend)
+    thread.join(5)
+    assert isinstance(outcome[0], Cancelled)
+    assert backend.suspended == [session.chain_id]
+    backend.errors["suspend"] = RuntimeError("engine is gone")
+    with pytest.raises(KeyError), session:
+        raise KeyError
+    stands(session, backend)
 
 
 def test_errors_of_ours_pass_as_they_are(session: Session, backend: FakeBackend) -> None:

@@ -17,7 +17,7 @@ class ArenaFull(Exception):
     """Fewer units are free than were asked for; nothing was taken. Callers reserve first, so this is a bug of theirs."""
 
 
-class ArenaError(Exception):
+class ArenaError(AssertionError):
     """A unit was freed twice, freed in the wrong class, or the accounts do not add up."""
 
 

@@ -18,10 +18,6 @@ from agentkv.errors import BadRequest
 from agentkv.types import Interval
 
 
-SPARE_SHARE = 16
-"""A compaction takes at most a sixteenth of the chain's pages beyond what it must have."""
-
-
 @dataclass(slots=True)
 class Checkpoint:
     """A turn boundary that can be gone back to: the state when the chain had `length` tokens."""
@@ -128,10 +124,10 @@ class ChainCache:
         self.radix.insert(salt, token_ids, state, chain.chain_id)
 
     def fork(self, chain: Chain, chain_id: str, length: int) -> Chain:
-        """A new chain over the first `length` tokens of the committed ones; a busy chain gives its last boundary."""
+        """A new chain over the first `length` committed tokens (or all); a busy chain gives its last boundary."""
         if chain_id in self.chains:
             raise BadRequest(f"chain {chain_id!r} exists already", param="chain_id")
-        _check_length(chain, length)
+        length = _within(chain, length)
         child = Chain(chain_id, chain.salt, chain.token_ids[:length], last_used=self._tick(), lost=chain.lost)
         child.boundary = min(chain.boundary, max(0, length - 1))
         if chain.state is not None and length > 1:
@@ -143,7 +139,7 @@ class ChainCache:
 
     def rollback(self, chain: Chain, length: int) -> None:
         """Cut the chain back to its first `length` tokens."""
-        _check_length(chain, length)
+        length = _within(chain, length)
         kept = max(0, length - 1)
         self._disown(chain, kept)
         found = next((checkpoint for checkpoint in chain.checkpoints if checkpoint.length == length), None)
@@ -201,8 +197,7 @@ class ChainCache:
         if spare < wanted:
             self.lose(chain, "reclaimed")
             return []
-        # Few spare pages: a prune is there to lower the peak, not to raise it by a copy of everything behind the hole.
-        change = state.remove(intervals, min(spare, wanted + len(state.units) // SPARE_SHARE))
+        change = state.remove(intervals, spare)
         self._recut(chain, lengths)
         self.radix.insert(chain.salt, chain.token_ids, state, chain.chain_id)
         return change.moves
@@ -284,8 +279,7 @@ class ChainCache:
         return sorted(chains, key=lambda chain: chain.last_used)
 
 
-def _check_length(chain: Chain, length: int) -> None:
-    if not 0 <= length <= len(chain.token_ids):
-        raise BadRequest(
-            f"length={length}: chain {chain.chain_id!r} has {len(chain.token_ids)} committed tokens", param="length"
-        )
+def _within(chain: Chain, length: int) -> int:
+    if length < 0:
+        raise BadRequest(f"length={length} is negative", param="length")
+    return min(length, len(chain.token_ids))

@@ -10,9 +10,9 @@ requests without a chain have written is removed by reclaim alone.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
-from itertools import count
 
 from agentkv.engine.cache.extents import ExtentPool, Slice
 from agentkv.engine.cache.intervals import common_prefix
@@ -119,7 +119,7 @@ class RadixCache:
         """
         before = self.pool.free_units
         goal = before + units
-        number = count()
+        number = itertools.count()
         leaves = [(node.last_used, next(number), node) for node in self.nodes() if not node.children]
         heapify(leaves)
         while leaves and self.pool.free_units < goal:

@@ -19,6 +19,9 @@ from agentkv.engine.cache.intervals import clip, merged, normal_edits, size, sub
 from agentkv.engine.core import Edit, Slot
 from agentkv.types import Interval
 
+SPARE_SHARE = 16
+"""A compaction takes at most a sixteenth of the state's pages beyond what it must have."""
+
 Moves = tuple[list[Slot], list[Slot]]
 """Source and target slots of one call of `Runner.move_slots`."""
 
@@ -217,9 +220,11 @@ class KVState:
         Later pages are gathered into fresh ones. `spare`: how many units more than before may be in use at any moment. When
         they are used up, pages that were read completely are let go and may be taken again (what others hold of them stays),
         so the moves must be carried out in order before anything else runs on the device. It must be `copy_units(intervals)`
-        at least; ArenaFull otherwise, and then the state may only be released.
+        at least; ArenaFull otherwise, and then the state may only be released. Not much more than that is used: a prune is
+        there to lower the peak, not to raise it by a copy of everything behind the hole.
         """
         self._live()
+        spare = min(spare, self.copy_units(intervals) + len(self.units) // SPARE_SHARE)
         removed = merged(clip(intervals, 0, self.logical_length))
         slots = self.slots_of(removed)
         edits = normal_edits((*self.edits, Edit(self.logical_length + 1, tuple(removed))), self.logical_length + 1)
