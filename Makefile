@@ -8,11 +8,12 @@ ifeq ($(CPU),yes)
 PIP    += -c constraints/cpu.txt
 endif
 
-.PHONY: help demo test lint test-slow test-gpu wheel-check clean
+.PHONY: help demo test lint test-slow test-gpu figures wheel-check clean
 help:
 	@echo "make demo       set up .venv and watch an agent session, end to end"
 	@echo "make test       lint, types and the test suite"
 	@echo "make test-slow  the long tests and the must-show checks (minutes)"
+	@echo "make figures    import time, cost of a tool result with 10,000 spans"
 	@echo "make wheel-check  build a wheel, install it in a fresh environment, run the demo from an empty folder"
 
 demo: $(VENV)/.core
@@ -31,6 +32,9 @@ test-slow: $(VENV)/.dev
 
 test-gpu: $(VENV)/.dev
 	$(BIN)/python -m pytest -m gpu
+
+figures: $(VENV)/.dev
+	$(BIN)/python tests/figures.py
 
 wheel-check: $(VENV)/.dev
 	$(BIN)/python tests/wheel_check.py

@@ -26,6 +26,6 @@ def test_two_hundred_unseen_seeds() -> None:
 @pytest.mark.slow
 def test_the_same_verdicts_through_transformers() -> None:
     seeds = range(2000, 2020)
-    ours = {row["seed"]: row["success"] for row in run_world(seeds=seeds, concurrency=2)["results"]}
+    ours = {row["seed"]: row["solved"] for row in run_world(seeds=seeds, concurrency=2)["results"]}
     theirs = {seed: play_with_transformers(model_path("micro"), seed) for seed in seeds}
     assert ours == theirs
