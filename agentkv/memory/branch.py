@@ -57,6 +57,7 @@ class Branch:
         self.lock = threading.RLock()
         self.running: RunningTurn | None = None
         self.closed = False
+        self.suspended = False
         self.epoch: int | None = None  # until the next commit: the chain's KV ends here, before the last boundary
         self.rebuilt = False  # because of a rebuild
         self.refingered = settings.fingerprint != backend.fingerprint

@@ -376,6 +376,7 @@ class Session(Standing):
         with self._branch.change():
             with self._branch.engine("suspending"):
                 self._branch.backend.suspend(self.chain_id)
+            self._branch.suspended = True
 
     def close(self) -> None:
         """Free its KV; a running turn is rolled back. The transcript stays in the store. Twice is once."""

@@ -116,14 +116,18 @@ class Standing:
         return head + [openai_message(message) for message in told]
 
     def info(self) -> SessionInfo:
-        """One line about it. state: hot (KV resident), lost (the next turn prefills) or closed."""
+        """One line about it. state: hot (KV resident), idle (suspended, or nothing said yet), lost (the next turn prefills)
+        or closed."""
         branch = self._branch
         with branch.lock, branch.kept():
             with branch.engine("looking up a chain"):
                 held = None if branch.closed else branch.backend.held(branch.chain_id)
+            state = "idle" if branch.suspended or not branch.ledger.length else "hot"
+            if branch.ledger.length and (held is None or not held.resident_tokens):
+                state = "lost"
             return SessionInfo(
                 id=self.id,
-                state="closed" if branch.closed else "hot" if held is not None and held.resident_tokens else "lost",
+                state="closed" if branch.closed else state,
                 turns=branch.ledger.number,
                 tokens=branch.ledger.length,
                 resident_tokens=0 if held is None else held.resident_tokens,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Self
@@ -32,7 +33,7 @@ class TurnStream:
             self._running.abandon()
 
     def __del__(self) -> None:
-        if self._running is not None:  # entered and forgotten: the session must not stay busy
+        if self._running is not None and not sys.is_finalizing():  # entered and forgotten: the session must not stay busy
             self._running.abandon()
 
     def __iter__(self) -> Iterator[Event]:

@@ -75,6 +75,7 @@ class RunningTurn:
             if not branch.ledger.length and not branch.ledger.pending_messages:
                 raise BadRequest("there is nothing to answer", hint="Call add_user first")
             branch.running = self
+            branch.suspended = False
 
     def _generate(self, history: History) -> None:
         branch = self._branch
@@ -212,6 +213,8 @@ class RunningTurn:
         branch, prompt = self._branch, self._branch.ledger.length + len(self._rendered.ids)
         recomputed = max(0, counts.prefilled_tokens - len(self._rendered.ids))
         miss = counts.miss
+        if miss is not None and miss.reason == "new" and branch.ledger.length:  # new to the engine, not to us
+            miss = miss.replace(reason="reclaimed", detail="no KV of this session was left; prefilled from the stored ids")
         if branch.rebuilt:
             miss = Miss(reason="rebuild", tokens=recomputed)
         elif branch.refingered and recomputed:

@@ -266,7 +266,9 @@ class FakeBackend:
         if expected.kv != work.kv:
             self.mismatches.append(f"{chain_id}: resident {sorted(work.kv)} is not what a replay gives: {sorted(expected.kv)}")
             work = Chain()
-        if history.ids and work.forwarded < len(history.ids) - 1:
+        if not chain.kv:
+            miss = Miss(reason="new", tokens=len(ids))
+        elif work.forwarded < len(history.ids) - 1:
             miss = Miss(reason="reclaimed", tokens=len(history.ids) - 1 - work.forwarded)
         done = work.forward(ids, history.edits, len(ids))
         counts = Counts(

@@ -361,7 +361,7 @@ def test_leaving_with_suspends(session: Session, backend: FakeBackend) -> None:
         pass
     assert backend.suspended == [session.chain_id]
     assert not session.closed
-    assert session.info().state == "hot"
+    assert session.info().state == "idle"
     with session:
         session.close()
     assert backend.suspended == [session.chain_id]
@@ -410,7 +410,14 @@ def test_kv_that_was_reclaimed_is_a_miss_with_a_reason(session: Session, backend
     turn = session.generate()
     assert turn.miss is not None
     assert turn.miss.reason == "reclaimed"
+    assert "stored ids" in turn.miss.detail
     assert session.info().state == "hot"
+    fresh = Session(backend)
+    assert fresh.info().state == "idle"
+    fresh.add_user("go")
+    first = fresh.generate()
+    assert first.miss is not None
+    assert first.miss.reason == "new"
 
 
 def test_info_and_repr(session: Session) -> None:

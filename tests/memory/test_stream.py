@@ -79,6 +79,17 @@ def test_a_stream_gives_what_generate_gives(backend: FakeBackend) -> None:
     assert [call.arguments for call in turns[0].tool_calls] == [call.arguments for call in turns[1].tool_calls]
 
 
+def test_what_is_known_when_a_turn_has_begun(session: Session, backend: FakeBackend) -> None:
+    stream = session.stream()
+    with pytest.raises(BadRequest, match="entered"):
+        _ = stream.begun
+    with stream:
+        begun = stream.begun
+        assert (begun.number, begun.text, begun.chain_id, begun.miss) == (2, "", session.chain_id, None)
+        assert stream.finish().usage.prompt_tokens == begun.usage.prompt_tokens
+        assert stream.begun == stream.turn
+
+
 def test_nothing_runs_before_with(session: Session) -> None:
     stream = session.stream()
     assert not session.running
