@@ -1,4 +1,4 @@
-"""Figures that a unit test must not time: `make figures`. Prints one row each, with its bound; exit code 1 where one is missed."""
+"""Figures that no unit test should time: `make figures`. One row each with its bound; exit code 1 where one is missed."""
 
 from __future__ import annotations
 
