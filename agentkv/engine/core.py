@@ -190,7 +190,10 @@ class Runner(Protocol):
         ...
 
     def move_slots(self, source: list[Slot], target: list[Slot]) -> None:
-        """Copy K and V of all layers from slot to slot (compaction, copy-on-write of a page)."""
+        """Copy K and V of all layers from slot to slot (compaction, copy-on-write of a page).
+
+        The sets may overlap: as if every source were read before a target is written.
+        """
         ...
 
 

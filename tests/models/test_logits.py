@@ -135,10 +135,43 @@ def test_bfloat16_runs_near_float32(model: Any, host: Any, checkpoint: Any) -> N
     assert (got - want).abs().max() < 0.05 * want.abs().max()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_micro_at_the_edges_of_the_pages_it_is_served_with(model: Any, twin: Any, host: Any, dtype: str) -> None:
-    tokens = tokens_of(260, 8, vocab=262)
+@pytest.fixture
+def norms_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sides' RMSNorm without its rounding to float32.
+
+    transformers rounds there even in a float64 model, and so do we. With hundreds of tokens a difference of 1e-16 before a norm
+    now and then falls on the border of two float32 values and comes out as 1e-7, which would hide what this test is for.
+    """
+    from transformers.models.qwen3 import modeling_qwen3
+
+    from agentkv.engine import layers
+
+    def exact(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return exact(x, self.weight, self.variance_epsilon)
+
+    monkeypatch.setattr(modeling_qwen3.Qwen3RMSNorm, "forward", forward)
+    monkeypatch.setattr(layers, "normalize", exact)
+
+
+def micro_in_chunks(model: Any, twin: Any, host: Any, dtype: str, seed: int) -> float:
+    """Largest difference of logits over chunkings around the edges of 128-token pages."""
+    tokens = tokens_of(260, seed, vocab=262)
     want = reference_logits(twin("micro", dtype), tokens)
+    worst = 0.0
     for chunks in ([127, 1, 1], [128, 1, 1], [255, 1, 1], [256, 1, 1], [100, 56, 1, 1], []):
         got = host(model("micro", dtype), 128, pages_a_row=3, max_rows=2).chunked(1, tokens, chunks)
-        assert (got - want).abs().max() <= TOLERANCE[dtype]
+        worst = max(worst, float((got - want).abs().max()))
+    return worst
+
+
+def test_micro_at_the_edges_of_the_pages_it_is_served_with(model: Any, twin: Any, host: Any) -> None:
+    assert micro_in_chunks(model, twin, host, "float32", 8) <= TOLERANCE["float32"]
+
+
+@pytest.mark.usefixtures("norms_in_float64")
+@pytest.mark.parametrize("seed", [8, 9])
+def test_micro_at_the_edges_of_its_pages_in_float64(model: Any, twin: Any, host: Any, seed: int) -> None:
+    assert micro_in_chunks(model, twin, host, "float64", seed) <= TOLERANCE["float64"]
