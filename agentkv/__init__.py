@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from agentkv.client import AsyncClient as AsyncClient
     from agentkv.client import Client as Client
     from agentkv.errors import AgentkvError as AgentkvError
-    from agentkv.runtime import AsyncRuntime as AsyncRuntime
     from agentkv.runtime import Runtime as Runtime
+    from agentkv.runtime_async import AsyncRuntime as AsyncRuntime
     from agentkv.types import Plan as Plan
     from agentkv.types import Policy as Policy
     from agentkv.types import Span as Span
@@ -24,7 +24,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Runtime": "agentkv.runtime",
-    "AsyncRuntime": "agentkv.runtime",
+    "AsyncRuntime": "agentkv.runtime_async",
     "Client": "agentkv.client",
     "AsyncClient": "agentkv.client",
     "AgentkvError": "agentkv.errors",

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
-from agentkv.aio import AsyncSession, Threads
 from agentkv.errors import BadRequest, Busy, UnknownOption
 from agentkv.memory.continuation import ContinuationIndex
 from agentkv.memory.session import Session as MemorySession
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from agentkv.engine.sparse import SparseMethod
     from agentkv.memory.store import SessionStore
 
-__all__ = ["DEFAULT", "AsyncRuntime", "Runtime", "Session", "default_db", "open_store"]
+__all__ = ["DEFAULT", "Runtime", "Session", "default_db", "open_store"]
 
 
 class _Default(Enum):
@@ -281,53 +280,6 @@ class Runtime:
         self._engine.worker.close()
         if self._store is not None:
             self._store.close()
-
-
-class AsyncRuntime:
-    """`Runtime`, awaitable: the same arguments and verbs; its sessions are `AsyncSession`s. Opening blocks: use `open`."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        self._runtime = Runtime(*args, **options)
-        self._threads = Threads("agentkv-runtime")
-
-    @classmethod
-    async def open(cls, *args: Any, **options: Any) -> Self:
-        """Load the model in a thread."""
-        return await Threads("agentkv-open").call(lambda: cls(*args, **options))
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    @property
-    def runtime(self) -> Runtime:
-        """The sync runtime below."""
-        return self._runtime
-
-    async def session(self, **options: Any) -> AsyncSession[Session]:
-        """See `Runtime.session`."""
-        return AsyncSession(await self._threads.call(lambda: self._runtime.session(**options)), self._threads)
-
-    async def resume(self, id: str, *, tenant: str = "", tools: Iterable[Any] | None = None) -> AsyncSession[Session]:
-        """See `Runtime.resume`."""
-        found = await self._threads.call(lambda: self._runtime.resume(id, tenant=tenant, tools=tools))
-        return AsyncSession(found, self._threads)
-
-    async def sessions(self, *, tenant: str = "") -> list[SessionInfo]:
-        """See `Runtime.sessions`."""
-        return await self._threads.call(lambda: self._runtime.sessions(tenant=tenant))
-
-    async def delete(self, id: str, *, tenant: str = "") -> None:
-        """See `Runtime.delete`."""
-        await self._threads.call(lambda: self._runtime.delete(id, tenant=tenant))
-
-    async def close(self) -> None:
-        """See `Runtime.close`."""
-        await self._threads.call(self._runtime.close)
 
 
 def default_db() -> Path:
