@@ -65,6 +65,7 @@ class Client:
         policy: Policy | Mapping[str, Any] | None = None,
         history: str | None = None,
         on_window: str | None = None,
+        placeholder: str | None = None,
         **sampling: Any,
     ) -> RemoteSession:
         """A new session. tools: typed functions, which `run` calls here, or OpenAI schemas. sampling: defaults of generate."""
@@ -77,6 +78,7 @@ class Client:
             "policy": None if policy is None else msgspec.to_builtins(policy),
             "history": history,
             "on_window": on_window,
+            "placeholder": placeholder,
             "sampling": {name: value for name, value in sampling.items() if value is not None} or None,
         }
         body = {name: value for name, value in body.items() if value is not None}
@@ -146,11 +148,12 @@ class AsyncClient:
         policy: Policy | Mapping[str, Any] | None = None,
         history: str | None = None,
         on_window: str | None = None,
+        placeholder: str | None = None,
         **sampling: Any,
     ) -> AsyncSession[RemoteSession]:
         """A new session."""
         options: dict[str, Any] = {"id": id, "system": system, "tools": tools, "method": method, "policy": policy}
-        options |= {"history": history, "on_window": on_window, **sampling}
+        options |= {"history": history, "on_window": on_window, "placeholder": placeholder, **sampling}
         return await self._session(lambda: self._client.session(**options))
 
     async def resume(

@@ -153,13 +153,14 @@ class Runtime:
         policy: Policy | Mapping[str, Any] | None = None,
         history: str = "as_generated",
         on_window: str = "rebuild",
+        placeholder: str = "[pruned]",
         tenant: str = "",
         template_args: Mapping[str, Any] | None = None,
         kind: str = "session",
         **sampling: Any,
     ) -> Session:
         """A new session. tools: typed functions or OpenAI schemas. policy: a Policy or its fields. sampling: defaults of
-        `generate`. tenant: whose it is; KV and sessions of one tenant are invisible to another. kind: 'chat' for those that the
+        `generate`. placeholder: what a rebuild puts in a pruned body. tenant: whose it is; KV and sessions of one tenant are invisible to another. kind: 'chat' for those that the
         server makes for plain chat requests."""
         if method is not None and method != self.method:
             raise BadRequest(
@@ -182,6 +183,7 @@ class Runtime:
                 policy=_policy(policy),
                 history=history,
                 on_window=on_window,
+                placeholder=placeholder,
                 sampling=_sampling(sampling),
                 template_args=template_args,
                 salt=tenant,

@@ -20,7 +20,7 @@ from agentkv.server.wire import error_object, json_response, read_object, sse
 from agentkv.types import Event, Policy, Turn, TurnDone, options_of
 
 ROUTE = "sessions"
-OPEN = ("id", "system", "tools", "method", "policy", "history", "on_window", "sampling")
+OPEN = ("id", "system", "tools", "method", "policy", "history", "on_window", "placeholder", "sampling")
 GENERATE = (
     "max_tokens", "temperature", "top_p", "top_k", "tool_choice", "response_format", "stop", "seed", "timeout", "stream",
 )  # fmt: skip

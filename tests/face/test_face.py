@@ -247,3 +247,17 @@ def test_a_prompt_beyond_the_window_overflows(face: Any) -> None:
     assert raised.value.logical > raised.value.limit
     assert raised.value.hint
     session.close()
+
+
+def test_a_rebuild_puts_the_placeholder_of_the_session(face: Any, world: World) -> None:
+    session = first_call(face, world, placeholder="(gone)")
+    call = session.open_calls[0]
+    span = session.add_tool_result(call.id, world.bash(call.arguments["command"]))
+    session.generate()
+    before = session.tokens
+    span = next(row for row in session.spans() if row.id == span.id)
+    plan = session.plan([span.id], mode="rebuild")
+    assert plan.prefill_tokens > 0
+    session.prune(span.id, mode="rebuild")
+    assert session.tokens == before - span.tokens + len("(gone)")  # one token a byte
+    session.close()
