@@ -159,9 +159,12 @@ class Runtime:
         kind: str = "session",
         **sampling: Any,
     ) -> Session:
-        """A new session. tools: typed functions or OpenAI schemas. policy: a Policy or its fields. sampling: defaults of
-        `generate`. placeholder: what a rebuild puts in a pruned body. tenant: whose it is; KV and sessions of one tenant are invisible to another. kind: 'chat' for those that the
-        server makes for plain chat requests."""
+        """A new session.
+
+        tools: typed functions or OpenAI schemas. policy: a Policy or its fields. sampling: defaults of `generate`. placeholder:
+        what a rebuild puts in a pruned body. tenant: whose it is; KV and sessions of one tenant are invisible to another.
+        kind: 'chat' for those that the server makes for plain chat requests.
+        """
         if method is not None and method != self.method:
             raise BadRequest(
                 f"method={method!r}: this runtime serves {self.method!r} only",
