@@ -6,6 +6,7 @@ With `--json` every command prints one object as its last line on stdout; what a
 from __future__ import annotations
 
 import json
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -42,9 +43,10 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 @app.command()
 def demo(
-    seed: Annotated[int, typer.Option(help="Which task (0 to 999,999).")] = 24,
+    seed: Annotated[int, typer.Option(min=0, max=999_999, help="Which task.")] = 24,
     prune_after: Annotated[
-        int | None, typer.Option(help="Prune each tool result this many results later. Default: the least the task allows.")
+        int | None,
+        typer.Option(min=0, help="Prune each tool result this many results later. Default: the least the task allows."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -123,6 +125,10 @@ def serve(
     port: Annotated[int, typer.Option()] = 8000,
     method: Annotated[str, typer.Option(help="Attention method.")] = "dense",
     memory: Annotated[str | None, typer.Option(help="KV arena: bytes, or like 2GiB.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, ...")] = "auto",
+    window: Annotated[int | None, typer.Option(help="Most logical tokens of a session. Default: the model's.")] = None,
+    page_size: Annotated[int | None, typer.Option(help="Slots of a KV page. Default: 128 on CPU, 16 on a GPU.")] = None,
     api_key: Annotated[
         list[str] | None, typer.Option(envvar="AGENTKV_API_KEY", help="Accepted bearer key; repeatable.")
     ] = None,
@@ -136,8 +142,11 @@ def serve(
     from agentkv.server.app import create_app, paste_lines
 
     default_policy = _policy_file(policy) if policy else None
-    with Runtime(model, method=method, memory=memory, db=db or DEFAULT) as runtime:
-        typer.echo(paste_lines(f"http://{host}:{port}", runtime.model_name, runtime.window), err=True)
+    _check_free(host, port)
+    sizes: dict[str, Any] = {"memory": memory, "window": window, "page_size": page_size}
+    with Runtime(model, method=method, device=device, dtype=dtype, db=db or DEFAULT, **sizes) as runtime:
+        lines = paste_lines(f"http://{host}:{port}", runtime.model_name, runtime.window)
+        typer.echo(lines.replace('"none"', '"YOUR_KEY"') if api_key else lines, err=True)
         served = create_app(runtime, api_keys=tuple(api_key or ()), policy=default_policy)
         uvicorn.run(served, host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)
 
@@ -189,6 +198,16 @@ def _tell(event: Any) -> None:
         typer.echo(f"\n[{event.call.name} {json.dumps(event.call.arguments)}]", err=True)
 
 
+def _check_free(host: str, port: int) -> None:
+    """Refuse a port that is taken before a model is loaded for it."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise BadRequest(f"cannot listen on {host}:{port}: {error}", hint="Choose another --port or --host") from None
+
+
 def _policy_file(path: Path) -> Policy:
     try:
         given = json.loads(path.read_text())
@@ -210,6 +229,8 @@ def guarded(command: Callable[[], Any]) -> int:
         command()
     except AgentkvError as error:
         typer.echo(f"agentkv: {error.code}: {error}", err=True)
+        if "--json" in sys.argv:
+            typer.echo(json.dumps({"error": _plain(error.to_wire())}))
         return 2 if isinstance(error, BadRequest) else 1
     return 0
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import time
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
+from agentkv.errors import BadRequest
 from agentkv.runtime import DEFAULT, Runtime, open_store, transcript
+
+if TYPE_CHECKING:
+    from agentkv.runtime import SessionStore
 
 app = typer.Typer(help="Stored sessions: ls, show, spans, plan, prune, fork, rm.", no_args_is_help=True)
 
@@ -19,15 +24,26 @@ Id = Annotated[str, typer.Argument(help="Session id.")]
 Model = Annotated[str | None, typer.Option(help="Model to load. Default: the one the session was made with.")]
 
 
+def _store(db: str | None) -> SessionStore:
+    """The store to look at; looking at a path where none is does not make one."""
+    if db is not None and "://" not in db and not Path(db).expanduser().exists():
+        raise BadRequest(f"no database at {db!r}", hint="Leave --db out for the one in your data folder")
+    return open_store(db or DEFAULT)
+
+
 def _out(as_json: bool, value: Any, lines: list[str]) -> None:
     typer.echo(json.dumps(msgspec.to_builtins(value)) if as_json else "\n".join(lines))
 
 
 @app.command("ls")
-def ls(db: Db = None, as_json: AsJson = False) -> None:
-    """List sessions, the latest first."""
-    with open_store(db or DEFAULT) as store:
-        rows = store.list()
+def ls(
+    everything: Annotated[bool, typer.Option("--all", help="Also those the server made for plain chat requests.")] = False,
+    db: Db = None,
+    as_json: AsJson = False,
+) -> None:
+    """List sessions, the latest first. State 'stored': no KV here, the next turn prefills."""
+    with _store(db) as store:
+        rows = [row for row in store.list() if everything or not row.id.startswith("chat-")]
     lines = [
         f"{row.id}  {row.state:6} {row.turns:4} turns {row.tokens:8,} tokens  {row.model}  "
         f"{time.strftime('%Y-%m-%d %H:%M', time.localtime(row.updated))}"
@@ -39,7 +55,7 @@ def ls(db: Db = None, as_json: AsJson = False) -> None:
 @app.command("show")
 def show(session_id: Id, db: Db = None, as_json: AsJson = False) -> None:
     """Print a session's transcript."""
-    with open_store(db or DEFAULT) as store:
+    with _store(db) as store:
         messages = transcript(store, session_id)
     lines = []
     for message in messages:
@@ -53,7 +69,7 @@ def show(session_id: Id, db: Db = None, as_json: AsJson = False) -> None:
 @app.command("spans")
 def spans(session_id: Id, db: Db = None, as_json: AsJson = False) -> None:
     """Print a session's spans: interval, state, tokens."""
-    with open_store(db or DEFAULT) as store:
+    with _store(db) as store:
         rows = store.spans(session_id)
     lines = [
         f"{row.id}  turn {row.turn:3}  {row.kind:11} {row.state:8} {row.tokens:6} tokens  {row.tool_name or ''}" for row in rows
@@ -114,7 +130,7 @@ def fork(
 @app.command("rm")
 def rm(session_id: Id, db: Db = None, as_json: AsJson = False) -> None:
     """Delete a session and its text."""
-    with open_store(db or DEFAULT) as store:
+    with _store(db) as store:
         store.delete(session_id)
     _out(as_json, {"deleted": session_id}, [f"deleted {session_id}"])
 
@@ -124,7 +140,7 @@ class _opened:
 
     def __init__(self, session_id: str, model: str | None, db: str | None) -> None:
         if model is None:
-            with open_store(db or DEFAULT) as store:
+            with _store(db) as store:
                 model = store.info(session_id).model
         self._runtime = Runtime(model, db=db or DEFAULT)
         self._id = session_id

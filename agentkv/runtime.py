@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
-from agentkv.errors import BadRequest, Busy, UnknownOption
+from agentkv.errors import AgentkvError, BadRequest, UnknownOption
 from agentkv.memory.continuation import ContinuationIndex
 from agentkv.memory.session import Session as MemorySession
 from agentkv.tools.registry import Toolbox
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from agentkv.engine.sparse import SparseMethod
     from agentkv.memory.store import SessionStore
 
-__all__ = ["DEFAULT", "Runtime", "Session", "default_db", "open_store"]
+__all__ = ["DEFAULT", "Runtime", "Session", "SessionStore", "default_db", "open_store"]
 
 
 class _Default(Enum):
@@ -175,6 +175,8 @@ class Runtime:
             raise BadRequest(f"kind={kind!r}: 'session' or 'chat'", param="kind")
         toolbox = Toolbox(tools)
         with self._lock:
+            if self._closed:
+                raise self._gone()
             if id is not None and (tenant, id) in self._live:
                 raise BadRequest(f"a session {id!r} is open", hint="Resume it, or take another id", param="id")
             made = Session(
@@ -199,7 +201,9 @@ class Runtime:
         """The session of that id: the live one, or from the store. tools: its functions, which a store cannot keep."""
         toolbox = None if tools is None else Toolbox(tools)
         with self._lock:
-            found = self._live.get((tenant, id))
+            if self._closed:
+                raise self._gone()
+            found = self._fresh(self._live.get((tenant, id)))
             if found is None:
                 if self._store is None:
                     raise _no_session(id)
@@ -208,11 +212,24 @@ class Runtime:
                 found.toolbox = toolbox
             return found
 
+    def _fresh(self, live: Session | None) -> Session | None:
+        """The live session, unless the store has gone on without it (another process edited or deleted it): then none."""
+        if live is None or live.running or self._store is None or self._store.version(live.chain_id) == live.version:
+            return live
+        self._discard(live)
+        return None
+
+    def _discard(self, live: Session) -> None:
+        """Let go of a live session whatever the store says of it."""
+        with suppress(AgentkvError):
+            live.close()
+        self.forget(live)
+
     def sessions(self, *, tenant: str = "") -> list[SessionInfo]:
         """All sessions of a tenant: those in the store, and the live ones that have none."""
         rows = {info.id: info for info in self._store.list(tenant)} if self._store is not None else {}
         for live in self._live_ones():
-            if live.tenant == tenant:
+            if live.tenant == tenant and (self._store is None or live.id in rows):
                 info = live.info()
                 known = rows.get(live.id)
                 rows[live.id] = info if known is None else info.replace(created=known.created, updated=known.updated)
@@ -223,7 +240,7 @@ class Runtime:
         with self._lock:
             live = self._live.get((tenant, id))
             if live is not None:
-                live.close()
+                self._discard(live)
         if self._store is not None:
             self._store.delete(id, tenant=tenant)
         elif live is None:
@@ -234,7 +251,7 @@ class Runtime:
         """Take a session (new, resumed or forked) among the live ones."""
         with self._lock:
             if self._closed:
-                raise Busy("the runtime is closed", hint="Open a new one and resume the session")
+                raise self._gone()
             session._runtime = self
             self._live[session.tenant, session.id] = session
         return session
@@ -244,6 +261,9 @@ class Runtime:
         with self._lock:
             if self._live.get((session.tenant, session.id)) is session:
                 del self._live[session.tenant, session.id]
+
+    def _gone(self) -> BadRequest:
+        return BadRequest("the runtime is closed", hint="Open a new one and resume the session")
 
     def _live_ones(self) -> list[Session]:
         with self._lock:

@@ -78,6 +78,7 @@ class EngineGeneration:
             cached_tokens=max(0, seq.num_prompt_tokens - seq.num_prefilled_tokens),
             prefilled_tokens=seq.num_prefilled_tokens,
             resident_tokens=resident,
+            generated_tokens=seq.num_generated,
             miss=seq.miss,
         )
 

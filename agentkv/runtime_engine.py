@@ -9,7 +9,7 @@ from typing import Any
 
 from agentkv import methods
 from agentkv.engine.core import EngineConfig
-from agentkv.engine.devices import best_device, device_names, free_memory
+from agentkv.engine.devices import best_device, device_names, free_memory, usable_device
 from agentkv.engine.llm import LLM
 from agentkv.engine.loader import LoadedModel, load_model
 from agentkv.engine.runner import ModelRunner
@@ -51,7 +51,7 @@ def open_engine(
     path = model_path(model)
     chosen, name = _method(method)
     tokenizer = Tokenizer.load(path)
-    target = best_device() if device == "auto" else device
+    target = usable_device(device)
     loaded = load_model(path, device=target, dtype=dtype)
     config = engine_config(loaded, memory, window, page_size)
     runner = ModelRunner(loaded, config, chosen)

@@ -261,7 +261,10 @@ Event = TextDelta | ReasoningDelta | ToolCallReady | TurnDone
 
 
 class SessionInfo(Frozen, frozen=True, kw_only=True):
-    """One line of `sessions ls`. state: hot | idle | lost | closed; tokens: logical; resident_tokens: KV slots held."""
+    """One line of `sessions ls`. state: hot | idle | stored | closed.
+
+    stored: no KV here, the next turn prefills. tokens: logical; resident_tokens: KV slots held.
+    """
 
     id: str
     state: str

@@ -6,6 +6,7 @@ Run by `make wheel-check`; not a unit test (it takes minutes and installs packag
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
+        shutil.rmtree(ROOT / "build", ignore_errors=True)  # a stale one would put deleted files into the wheel
         run(sys.executable, "-m", "build", "--wheel", "--outdir", place / "dist", ROOT, cwd=ROOT)
         wheel = next((place / "dist").glob("*.whl"))
         print(f"{wheel.name}: {wheel.stat().st_size / 2**20:.1f} MiB")

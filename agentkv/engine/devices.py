@@ -6,6 +6,8 @@ import os
 
 import torch
 
+from agentkv.errors import BadRequest
+
 
 def best_device() -> str:
     """The device that 'auto' means: the first GPU, else the CPU."""
@@ -24,3 +26,16 @@ def free_memory(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0]
     pages = os.sysconf("SC_AVPHYS_PAGES") if "SC_AVPHYS_PAGES" in os.sysconf_names else 0
     return pages * os.sysconf("SC_PAGE_SIZE") or 4 << 30
+
+
+def usable_device(name: str) -> str:
+    """The device of that name, 'auto' resolved; one that this torch cannot use is a BadRequest."""
+    if name == "auto":
+        return best_device()
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        why = (str(error).splitlines() or [""])[0]
+        hint = f"Usable here: auto, {', '.join(each.split()[0] for each in device_names())}"
+        raise BadRequest(f"device={name!r} cannot be used: {why}", hint=hint, param="device") from None
+    return name

@@ -17,12 +17,13 @@ __all__ = [
 
 
 class Counts(Frozen, frozen=True, kw_only=True):
-    """What the engine measured for one generation."""
+    """What the engine measured for one generation. generated_tokens: all that were drawn, those that were cut off again too."""
 
     cached_tokens: int
     prefilled_tokens: int
     resident_tokens: int
     evicted_tokens: int = 0
+    generated_tokens: int = 0
     miss: Miss | None = None
 
 

@@ -50,4 +50,4 @@ def check_served(tool_choice: Any, response_format: Any, timeout: float | None) 
 
 def not_served(what: str, instead: str, kept: int | None) -> BadRequest:
     """The error for what is planned but not there."""
-    return BadRequest(f"{what} is not served yet", kept=kept, hint=f"Not served yet. {instead}")
+    return BadRequest(f"{what} is not served yet", kept=kept, hint=instead)

@@ -71,6 +71,11 @@ class Standing:
         return self._branch.closed
 
     @property
+    def version(self) -> int:
+        """How often its branch was written to the store, as far as this process knows."""
+        return self._branch.journal.version
+
+    @property
     def running(self) -> bool:
         """Is a turn running now?"""
         return self._branch.running is not None
@@ -116,15 +121,15 @@ class Standing:
         return head + [openai_message(message) for message in told]
 
     def info(self) -> SessionInfo:
-        """One line about it. state: hot (KV resident), idle (suspended, or nothing said yet), lost (the next turn prefills)
-        or closed."""
+        """One line about it. state: hot (KV resident), idle (suspended, or nothing said yet), stored (no KV: the next
+        turn prefills) or closed."""
         branch = self._branch
         with branch.lock, branch.kept():
             with branch.engine("looking up a chain"):
                 held = None if branch.closed else branch.backend.held(branch.chain_id)
             state = "idle" if branch.suspended or not branch.ledger.length else "hot"
             if branch.ledger.length and (held is None or not held.resident_tokens):
-                state = "lost"
+                state = "stored"
             return SessionInfo(
                 id=self.id,
                 state="closed" if branch.closed else state,

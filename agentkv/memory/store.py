@@ -144,8 +144,14 @@ class SessionStore:
             raise BadRequest(f"session {session_id!r} has no chain {chain_id!r}", hint="Leave chain_id out to open its first")
         return session, chain
 
+    def version(self, chain_id: str) -> int | None:
+        """How often the branch was written to; None for one that is not (or no longer) there."""
+        with self._read("looking up a branch") as db:
+            found: int | None = db.execute(select(chains.c.version).where(chains.c.id == chain_id)).scalar()
+            return found
+
     def list(self, tenant: str | None = None) -> Infos:
-        """Every session, the one touched last first. Their KV is somebody else's matter: state is 'closed' or 'lost'."""
+        """Every session, the one touched last first. Their KV is somebody else's matter: state is 'closed' or 'stored'."""
         with self._read("listing sessions") as db:
             return self._infos(db, sessions.c.tenant == tenant if tenant is not None else None)
 
@@ -169,7 +175,7 @@ class SessionStore:
         return [
             SessionInfo(
                 id=row["session_id"],
-                state="closed" if row["closed"] else "lost",
+                state="closed" if row["closed"] else "stored",
                 turns=row["turns"],
                 tokens=row["tokens"],
                 model=row["model"],

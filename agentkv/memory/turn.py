@@ -100,7 +100,7 @@ class RunningTurn:
 
     def _arm(self) -> None:
         if self._timeout is not None:
-            self._timer = threading.Timer(self._timeout, self._expire)
+            self._timer = threading.Timer(min(self._timeout, threading.TIMEOUT_MAX), self._expire)
             self._timer.daemon = True
             self._timer.start()
 
@@ -221,7 +221,7 @@ class RunningTurn:
             miss = Miss(reason="fingerprint", tokens=recomputed, detail="model, method or settings changed since the last turn")
         usage = Usage(
             prompt_tokens=prompt,
-            completion_tokens=len(parsed.ids),
+            completion_tokens=counts.generated_tokens or len(parsed.ids),
             cached_tokens=max(0, prompt - counts.prefilled_tokens),
             prefilled_tokens=counts.prefilled_tokens,
             resident_tokens=counts.resident_tokens,

@@ -173,6 +173,8 @@ class Seats:
         miss = self._index.explain(tenant, ask.key, conversation, named=named)
         if miss is None and any(message.role == "assistant" for message in conversation.messages):
             miss = Miss(reason="new", detail="no session here has this history")
+        if miss is None and ask.chain_id and named is None:
+            miss = Miss(reason="new", field="agentkv.chain_id", detail="no such chain here; after a restart send session_id")
         wanted = ask.session_id if ask.session_id and not self._index.knows(tenant, ask.session_id) else None
         options: dict[str, Any] = {
             "tools": list(self._index.spelling(conversation)),

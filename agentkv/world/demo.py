@@ -157,6 +157,7 @@ def choose_followup(task: Task, session: Session) -> Followup:
 
 
 def _table(result: dict[str, Any], show: Show) -> None:
+    late = f"{result['kv_bytes_unpruned']:,}  (pruned too late in this task to lower the peak)"
     saved = 1 - result["kv_bytes_peak"] / max(1, result["kv_bytes_unpruned"])
     rows = [
         ("turns", f"{result['turns']}"),
@@ -165,7 +166,7 @@ def _table(result: dict[str, Any], show: Show) -> None:
         ("  cached", f"{result['cached_tokens']:,}"),
         ("pruned tokens", f"{result['pruned_tokens']:,}"),
         ("KV bytes, peak", f"{result['kv_bytes_peak']:,}"),
-        ("  without pruning", f"{result['kv_bytes_unpruned']:,}  ({saved:.0%} saved)"),
+        ("  without pruning", f"{result['kv_bytes_unpruned']:,}  ({saved:.0%} saved)" if saved > 0 else late),
         ("solved", "yes" if result["solved"] else "no"),
         ("resumed elsewhere", "yes" if result["resumed"] else "no"),
     ]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
+from agentkv.errors import BadRequest
 from agentkv.world.env import World
 from agentkv.world.task import EVALUATION_SEEDS, FAMILIES, family_of, make_task
 
@@ -44,7 +45,7 @@ def run_suite(
     """
     chosen = _chosen(seeds, families)
     if concurrency < 1 or max_turns < 1:
-        raise ValueError("concurrency and max_turns are at least 1")
+        raise BadRequest("concurrency and max_turns are at least 1")
     make_task(0, max_bytes=max_bytes)  # refuse a bad size before any session is made
 
     def one(seed: int) -> dict[str, Any]:
@@ -64,12 +65,12 @@ def run_suite(
 def _chosen(seeds: Iterable[int], families: Sequence[str] | None) -> list[int]:
     unknown = [name for name in families or () if name not in FAMILIES]
     if unknown:
-        raise ValueError(f"unknown family {unknown[0]!r}; known: {', '.join(FAMILIES)}")
+        raise BadRequest(f"unknown family {unknown[0]!r}; known: {', '.join(FAMILIES)}")
     chosen = [seed for seed in seeds if not families or family_of(seed) in families]
     if not chosen:
-        raise ValueError("no seeds to play")
+        raise BadRequest("no seeds to play")
     if not all(0 <= seed < EVALUATION_SEEDS for seed in chosen):
-        raise ValueError(f"evaluation seeds are 0 to {EVALUATION_SEEDS - 1}")
+        raise BadRequest(f"evaluation seeds are 0 to {EVALUATION_SEEDS - 1}")
     return chosen
 
 

@@ -406,7 +406,7 @@ def test_close_frees_kv_and_keeps_the_transcript(session: Session, backend: Fake
 def test_kv_that_was_reclaimed_is_a_miss_with_a_reason(session: Session, backend: FakeBackend) -> None:
     session.add_tool_result(session.open_calls[0].id, "r")
     backend.drop(session.chain_id)
-    assert session.info().state == "lost"
+    assert session.info().state == "stored"
     turn = session.generate()
     assert turn.miss is not None
     assert turn.miss.reason == "reclaimed"

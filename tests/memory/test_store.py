@@ -207,7 +207,7 @@ def test_a_session_that_was_closed_can_be_resumed(backend: FakeBackend, store: S
     assert store.info(session.id).state == "closed"
     again = Session.resume(backend, store, session.id)
     again.generate()
-    assert store.info(session.id).state == "lost"
+    assert store.info(session.id).state == "stored"
 
 
 def test_a_crash_between_the_store_and_the_return(backend: FakeBackend, path: Path) -> None:
@@ -250,7 +250,7 @@ def test_listing(backend: FakeBackend, store: SessionStore) -> None:
     assert [info.id for info in store.list()] == [child.id, second.id, first.id]
     assert [info.id for info in store.list("b")] == [second.id]
     info = store.info(first.id)
-    assert (info.state, info.turns, info.tokens, info.model) == ("lost", 3, first.tokens, "fake")
+    assert (info.state, info.turns, info.tokens, info.model) == ("stored", 3, first.tokens, "fake")
     assert info.open_calls == ()
     first.rollback()
     assert store.info(first.id).open_calls == tuple(call.id for call in first.open_calls)

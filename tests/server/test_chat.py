@@ -241,6 +241,7 @@ def test_an_explicit_session_id_makes_and_keeps_that_session(client, served):
     assert served.runtime.resume("mine").turns == 2
     stale = ask(client, [user("one")], extra_body={"agentkv": {"chain_id": "ch_gone"}})
     assert stale.choices[0].message.content == "echo: one"
+    assert stale.agentkv["miss"]["field"] == "agentkv.chain_id"
 
 
 def test_a_session_opened_elsewhere_can_be_continued(client, served):
