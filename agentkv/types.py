@@ -5,8 +5,9 @@ Standard library and msgspec only. All token intervals are half open, `[start, e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from typing import Any, Literal, TypedDict
 
 import msgspec
 
@@ -38,13 +39,23 @@ class Frozen(msgspec.Struct, frozen=True, kw_only=True):
 class Sampling(Frozen, frozen=True, kw_only=True):
     """How the next token is drawn, and when generation ends.
 
-    temperature 0 is greedy. top_k 0 means no limit. max_tokens None means what the window leaves, at most 4,096.
-    seed None draws a fresh one; a seed gives the same tokens whatever else is in the batch.
+    temperature 0 is greedy. top_k 0 means no limit. min_p: the least probability that counts, as a share of the largest.
+    max_tokens None means what the window leaves, at most 4,096. seed None draws a fresh one; a seed gives the same tokens
+    whatever else is in the batch.
+
+    repetition_penalty divides the positive and multiplies the negative logits of tokens in the prompt or the answer.
+    presence_penalty and frequency_penalty are subtracted once, and once for each time that the answer has the token.
+    logit_bias is added after them, by token id. They hold for greedy drawing, too.
     """
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
     seed: int | None = None
     stop: tuple[str, ...] = ()
     max_tokens: int | None = None
@@ -54,11 +65,63 @@ class Sampling(Frozen, frozen=True, kw_only=True):
             if not ok:
                 raise BadRequest(f"{name}={getattr(self, name)!r} is out of range: {rule}", param=name)
 
-        need(0.0 <= self.temperature <= 10.0, "temperature", "0 to 10")
-        need(0.0 < self.top_p <= 1.0, "top_p", "above 0, at most 1")
-        need(self.top_k >= 0, "top_k", "0 (no limit) or more")
-        need(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1")
+        def within(name: str, low: float, high: float) -> bool:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise BadRequest(f"{name}={value!r}: a number", param=name)
+            return low <= value <= high  # not a number is in no range
+
+        def whole(name: str) -> bool:
+            value = getattr(self, name)
+            return isinstance(value, int) and not isinstance(value, bool)
+
+        need(within("temperature", 0.0, 10.0), "temperature", "0 to 10")
+        need(within("top_p", 0.0, 1.0) and self.top_p > 0, "top_p", "above 0, at most 1")
+        need(whole("top_k") and self.top_k >= 0, "top_k", "0 (no limit) or more")
+        need(within("min_p", 0.0, 1.0), "min_p", "0 to 1")
+        need(within("presence_penalty", -2.0, 2.0), "presence_penalty", "-2 to 2")
+        need(within("frequency_penalty", -2.0, 2.0), "frequency_penalty", "-2 to 2")
+        need(within("repetition_penalty", 0.01, 100.0), "repetition_penalty", "0.01 to 100")
+        msgspec.structs.force_setattr(self, "logit_bias", _read_bias(self.logit_bias))
+        need(self.seed is None or whole("seed"), "seed", "an int")
+        need(self.max_tokens is None or (whole("max_tokens") and self.max_tokens >= 1), "max_tokens", "at least 1")
         need(len(self.stop) <= 16 and all(self.stop), "stop", "at most 16 non-empty strings")
+
+    @property
+    def penalised(self) -> bool:
+        """Does the draw depend on which tokens there were?"""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+
+class SamplingOptions(TypedDict, total=False):
+    """What a call may say about its sampling; None and left out are the session's default. See `Sampling`."""
+
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    repetition_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    seed: int | None
+    stop: str | Sequence[str] | None
+    max_tokens: int | None
+
+
+def _read_bias(given: Any) -> dict[int, float]:
+    """logit_bias with token ids as ints: JSON has only text for keys."""
+    if not isinstance(given, Mapping):
+        raise BadRequest("logit_bias: an object of token ids and numbers", param="logit_bias")
+    bias: dict[int, float] = {}
+    for key, value in given.items():
+        token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**31:
+            raise BadRequest(f"logit_bias: {key!r} is no token id", param="logit_bias")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or abs(value) > 100:
+            raise BadRequest(f"logit_bias[{token}]={value!r} is out of range: -100 to 100", param="logit_bias")
+        bias[token] = float(value)
+    return bias
 
 
 class ToolCall(Frozen, frozen=True, kw_only=True):
@@ -283,6 +346,6 @@ def options_of(cls: type[Frozen], given: Mapping[str, Any], where: str) -> Any:
             f"{where}: unknown option {unknown[0]!r}", hint=f"Known: {', '.join(sorted(known))}", param=unknown[0]
         )
     try:
-        return msgspec.convert(dict(given), cls)
+        return msgspec.convert(dict(given), cls, str_keys=True)
     except msgspec.ValidationError as error:
         raise BadRequest(f"{where}: {error}") from None

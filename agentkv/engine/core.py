@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from agentkv.types import FinishReason, Interval, Miss, Sampling
 
@@ -85,6 +85,19 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
 
 
+@dataclass(slots=True, eq=False)
+class History:
+    """What the penalties of one sequence count. token_ids grows with the sequence; the first num_prompt are its prompt.
+
+    counted, counts: how far the sampler has counted, and its counts, which live on its device and end with the sequence.
+    """
+
+    token_ids: list[int]
+    num_prompt: int
+    counted: int = 0
+    counts: Any = None
+
+
 class Status(Enum):
     """Where a sequence is; a sequence is in exactly one queue."""
 
@@ -100,6 +113,7 @@ class Sequence:
 
     table_from: pages of the state from this index on are not yet in the row's page table. reserved_units: units that it may
     still take. kept_ids: the generated ids to commit where a stop string ended it (None: all that were generated).
+    history: None where nothing is penalised.
     """
 
     seq_id: int
@@ -121,6 +135,7 @@ class Sequence:
     kept_ids: list[int] | None = None
     miss: Miss | None = None
     fault: Exception | None = None
+    history: History | None = None
 
     @property
     def num_forwarded(self) -> int:
@@ -143,6 +158,7 @@ class RowWork:
     """One row of a batch: `tokens` enter at logical `position` and physical `slot` of the row's pages.
 
     sample: draw a token after the last one; `step` numbers the draw (with `seed` it fixes the random stream).
+    history: needed where the sampling is penalised.
     """
 
     row: int
@@ -154,6 +170,7 @@ class RowWork:
     seed: int
     step: int
     seq_id: int = -1
+    history: History | None = None
 
 
 @dataclass(slots=True)
@@ -184,6 +201,7 @@ class Runner(Protocol):
 
     layout: KVLayout
     num_granules: int
+    vocab_size: int
 
     def execute(self, batch: Batch) -> list[int | None]:
         """Forward the batch; for each row the sampled token id, or None where `sample` is False."""

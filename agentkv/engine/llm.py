@@ -14,12 +14,12 @@ from agentkv.engine.cache.extents import ExtentPool
 from agentkv.engine.cache.intervals import common_prefix, merged, normal_edits, size
 from agentkv.engine.cache.radix import RadixCache
 from agentkv.engine.cache.state import KVState, Moves
-from agentkv.engine.core import Batch, ChainInfo, EngineConfig, Request, Runner, Sequence, Status, StepOutput
+from agentkv.engine.core import Batch, ChainInfo, EngineConfig, History, Request, Runner, Sequence, Status, StepOutput
 from agentkv.engine.oracle import PagedOracle
 from agentkv.engine.output import TextStream, TextTokenizer
 from agentkv.engine.scheduler import Scheduler
 from agentkv.errors import BadRequest, Busy, Capacity, ContextOverflow, EngineFault
-from agentkv.types import Interval, Miss
+from agentkv.types import Interval, Miss, Sampling
 
 DEFAULT_MAX_TOKENS = 4096
 
@@ -98,12 +98,13 @@ class LLM:
             raise Busy(f"chain {chain.chain_id!r} is advanced by another request", retry_after=1.0)
         if not request.token_ids:
             raise BadRequest("a request needs at least one token", param="token_ids")
-        if request.sampling.stop and self.tokenizer is None:
-            raise BadRequest("stop strings need a tokenizer", param="stop")
+        self._check_sampling(request.sampling)
         max_tokens = self._max_tokens(request)
         seed = request.sampling.seed if request.sampling.seed is not None else randbits(63)
         prompt = list(request.token_ids)
         seq = Sequence(next(self._ids), request, prompt, len(prompt), max_tokens, seed)
+        if request.sampling.penalised:
+            seq.history = History(seq.token_ids, seq.num_prompt_tokens)
         self.chains.open(request, seq)
         self._open[seq.seq_id] = seq
         if self.tokenizer is not None:
@@ -226,6 +227,13 @@ class LLM:
         assert self.tokenizer is None or queued == set(self._streams)
 
     # -- inside
+
+    def _check_sampling(self, sampling: Sampling) -> None:
+        if sampling.stop and self.tokenizer is None:
+            raise BadRequest("stop strings need a tokenizer", param="stop")
+        last = self.runner.vocab_size - 1
+        if sampling.logit_bias and max(sampling.logit_bias) > last:
+            raise BadRequest(f"logit_bias: {max(sampling.logit_bias)} is no token id", hint=f"0 to {last}", param="logit_bias")
 
     def _max_tokens(self, request: Request) -> int:
         """Tokens the sequence may generate. Raises ContextOverflow and Capacity."""

@@ -50,6 +50,7 @@ class ModelRunner:
         self.layout = loaded.layout(config.page_size)
         self.pages = KVPages(self.layout, config, loaded.device, loaded.dtype)
         self.num_granules = self.pages.num_granules
+        self.vocab_size = loaded.config.vocab_size
         self.controller = SparseController(method, prefill)
         self._weight_bytes = loaded.weight_bytes
 
