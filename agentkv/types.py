@@ -46,6 +46,9 @@ class Sampling(Frozen, frozen=True, kw_only=True):
     repetition_penalty divides the positive and multiplies the negative logits of tokens in the prompt or the answer.
     presence_penalty and frequency_penalty are subtracted once, and once for each time that the answer has the token.
     logit_bias is added after them, by token id. They hold for greedy drawing, too.
+
+    logprobs: return the log-probability of each token, and of the top_logprobs likeliest in its place. They are the model's
+    own: at temperature 1, before penalties, biases and limits.
     """
 
     temperature: float = 0.0
@@ -56,6 +59,8 @@ class Sampling(Frozen, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
+    logprobs: bool = False
+    top_logprobs: int = 0
     seed: int | None = None
     stop: tuple[str, ...] = ()
     max_tokens: int | None = None
@@ -83,6 +88,9 @@ class Sampling(Frozen, frozen=True, kw_only=True):
         need(within("frequency_penalty", -2.0, 2.0), "frequency_penalty", "-2 to 2")
         need(within("repetition_penalty", 0.01, 100.0), "repetition_penalty", "0.01 to 100")
         msgspec.structs.force_setattr(self, "logit_bias", _read_bias(self.logit_bias))
+        need(isinstance(self.logprobs, bool), "logprobs", "true or false")
+        need(whole("top_logprobs") and 0 <= self.top_logprobs <= 20, "top_logprobs", "0 to 20")
+        need(self.logprobs or not self.top_logprobs, "top_logprobs", "0 without logprobs")
         need(self.seed is None or whole("seed"), "seed", "an int")
         need(self.max_tokens is None or (whole("max_tokens") and self.max_tokens >= 1), "max_tokens", "at least 1")
         need(len(self.stop) <= 16 and all(self.stop), "stop", "at most 16 non-empty strings")
@@ -104,6 +112,8 @@ class SamplingOptions(TypedDict, total=False):
     frequency_penalty: float | None
     repetition_penalty: float | None
     logit_bias: Mapping[int, float] | None
+    logprobs: bool | None
+    top_logprobs: int | None
     seed: int | None
     stop: str | Sequence[str] | None
     max_tokens: int | None
@@ -213,12 +223,28 @@ class PrunedSpan(Frozen, frozen=True, kw_only=True):
     why: str
 
 
+class TopLogprob(Frozen, frozen=True, kw_only=True):
+    """A token that could have been drawn, and its log-probability. bytes: what it adds to the text, None if it is not shown."""
+
+    id: int
+    token: str
+    logprob: float
+    bytes: tuple[int, ...] | None = None
+
+
+class TokenLogprob(TopLogprob, frozen=True, kw_only=True):
+    """A token that was drawn. top_logprobs: the likeliest in its place, in order."""
+
+    top_logprobs: tuple[TopLogprob, ...] = ()
+
+
 class Turn(Frozen, frozen=True, kw_only=True):
     """What one generation returned.
 
     number: index of the turn in the session. miss: None when everything reusable was reused. exactness: the worst of the
     method's and of the session's prunes. pruned_now: spans removed when this turn started. state: 'waiting' when a tool
-    call awaits a human.
+    call awaits a human. logprobs: None where they were not asked for; one for each drawn token that stays, the one that ended
+    the turn included, so none for the end of a token that a stop string cut. They are not stored.
     """
 
     number: int
@@ -232,6 +258,7 @@ class Turn(Frozen, frozen=True, kw_only=True):
     pruned_now: tuple[PrunedSpan, ...] = ()
     state: Literal["done", "waiting"] = "done"
     chain_id: str = ""
+    logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 class Plan(Frozen, frozen=True, kw_only=True):
@@ -296,16 +323,18 @@ def parse_keep(keep: str) -> int:
     raise BadRequest(f"keep={keep!r}: 'drop' or 'edges:N' with N >= 1", param="keep")
 
 
-class TextDelta(Frozen, frozen=True, kw_only=True, tag="text_delta"):
-    """More answer text."""
+class TextDelta(Frozen, frozen=True, kw_only=True, tag="text_delta", omit_defaults=True):
+    """More answer text. logprobs: of the tokens since the last event that had some; the turn has those that are left."""
 
     text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
-class ReasoningDelta(Frozen, frozen=True, kw_only=True, tag="reasoning_delta"):
+class ReasoningDelta(Frozen, frozen=True, kw_only=True, tag="reasoning_delta", omit_defaults=True):
     """More reasoning text."""
 
     text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class ToolCallReady(Frozen, frozen=True, kw_only=True, tag="tool_call"):

@@ -153,12 +153,24 @@ class Sequence:
         return self.num_forwarded < self.num_prompt_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class TokenScore:
+    """Log-probability of a drawn token in the model's own distribution, and of the likeliest tokens in its place."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+Drawn = tuple[Sequence, int | None, TokenScore | None]
+"""A sequence that a step touched, its new token, and what was said of it."""
+
+
 @dataclass(slots=True)
 class RowWork:
     """One row of a batch: `tokens` enter at logical `position` and physical `slot` of the row's pages.
 
     sample: draw a token after the last one; `step` numbers the draw (with `seed` it fixes the random stream).
-    history: needed where the sampling is penalised.
+    history: needed where the sampling is penalised. score: what the runner says of the token where logprobs are asked for.
     """
 
     row: int
@@ -171,6 +183,7 @@ class RowWork:
     step: int
     seq_id: int = -1
     history: History | None = None
+    score: TokenScore | None = None
 
 
 @dataclass(slots=True)
@@ -217,12 +230,14 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a step made for one sequence: new tokens, the text they add, and whether it finished."""
+    """What a step made for one sequence: new tokens, the text they add, and whether it finished. scores: one a token, where
+    logprobs are asked for."""
 
     seq: Sequence
     token_ids: tuple[int, ...]
     text: str
     finished: bool
+    scores: tuple[TokenScore, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,13 @@ from agentkv.engine.cache.extents import ExtentPool
 from agentkv.engine.cache.intervals import common_prefix, merged, normal_edits, size
 from agentkv.engine.cache.radix import RadixCache
 from agentkv.engine.cache.state import KVState, Moves
-from agentkv.engine.core import Batch, ChainInfo, EngineConfig, History, Request, Runner, Sequence, Status, StepOutput
+from agentkv.engine.core import Batch, ChainInfo, Drawn, EngineConfig, Request, Runner, Sequence, Status, StepOutput
+from agentkv.engine.demands import check_sampling, equip
 from agentkv.engine.oracle import PagedOracle
 from agentkv.engine.output import TextStream, TextTokenizer
 from agentkv.engine.scheduler import Scheduler
 from agentkv.errors import BadRequest, Busy, Capacity, ContextOverflow, EngineFault
-from agentkv.types import Interval, Miss, Sampling
+from agentkv.types import Interval, Miss
 
 DEFAULT_MAX_TOKENS = 4096
 
@@ -98,13 +99,12 @@ class LLM:
             raise Busy(f"chain {chain.chain_id!r} is advanced by another request", retry_after=1.0)
         if not request.token_ids:
             raise BadRequest("a request needs at least one token", param="token_ids")
-        self._check_sampling(request.sampling)
+        check_sampling(request.sampling, self.runner.vocab_size, text=self.tokenizer is not None)
         max_tokens = self._max_tokens(request)
         seed = request.sampling.seed if request.sampling.seed is not None else randbits(63)
         prompt = list(request.token_ids)
         seq = Sequence(next(self._ids), request, prompt, len(prompt), max_tokens, seed)
-        if request.sampling.penalised:
-            seq.history = History(seq.token_ids, seq.num_prompt_tokens)
+        equip(seq)
         self.chains.open(request, seq)
         self._open[seq.seq_id] = seq
         if self.tokenizer is not None:
@@ -228,13 +228,6 @@ class LLM:
 
     # -- inside
 
-    def _check_sampling(self, sampling: Sampling) -> None:
-        if sampling.stop and self.tokenizer is None:
-            raise BadRequest("stop strings need a tokenizer", param="stop")
-        last = self.runner.vocab_size - 1
-        if sampling.logit_bias and max(sampling.logit_bias) > last:
-            raise BadRequest(f"logit_bias: {max(sampling.logit_bias)} is no token id", hint=f"0 to {last}", param="logit_bias")
-
     def _max_tokens(self, request: Request) -> int:
         """Tokens the sequence may generate. Raises ContextOverflow and Capacity."""
         prompt, window, wanted = len(request.token_ids), self.config.window, request.sampling.max_tokens
@@ -310,33 +303,34 @@ class LLM:
             raise EngineFault("the runner did not sample the rows it was asked to")
         return drawn
 
-    def _accept(self, batch: Batch, drawn: list[int | None] | EngineFault) -> list[tuple[Sequence, int | None]]:
-        """Append what was drawn; sequences that got a token or ended, each with its token."""
-        touched: list[tuple[Sequence, int | None]] = []
+    def _accept(self, batch: Batch, drawn: list[int | None] | EngineFault) -> list[Drawn]:
+        """Append what was drawn; the sequences that got a token or ended."""
+        touched: list[Drawn] = []
         for index, work in enumerate(batch.rows):
             seq = self._open[work.seq_id]
             seq.num_prefilled_tokens += max(0, min(len(work.tokens), seq.num_prompt_tokens - work.position))
             if isinstance(drawn, EngineFault):
                 seq.fault = drawn
                 self.abort(seq)
-                touched.append((seq, None))
+                touched.append((seq, None, None))
                 continue
             token = drawn[index]
             if token is not None:
                 seq.token_ids.append(token)
-                touched.append((seq, token))
+                touched.append((seq, token, work.score))
         return touched
 
-    def _collect(self, touched: list[tuple[Sequence, int | None]]) -> list[StepOutput]:
+    def _collect(self, touched: list[Drawn]) -> list[StepOutput]:
         """Turn new tokens into text and end what is complete."""
         outputs = []
-        for seq, token in touched:
+        for seq, token, score in touched:
             text = ""
             if token is not None:
                 text = self._text(seq, token)
                 if seq.finish_reason is not None:
                     self.scheduler.finish(seq)
-            outputs.append(StepOutput(seq, () if token is None else (token,), text, seq.status is not Status.RUNNING))
+            tokens, scores = () if token is None else (token,), () if score is None else (score,)
+            outputs.append(StepOutput(seq, tokens, text, seq.status is not Status.RUNNING, scores))
         return outputs
 
     def _text(self, seq: Sequence, token: int) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from agentkv.engine.core import Batch, EngineConfig, RowWork, Slot
 from agentkv.engine.loader import LoadedModel
+from agentkv.engine.logprobs import score
 from agentkv.engine.pages import KVPages
 from agentkv.engine.sampler import sample
 from agentkv.engine.sparse import SparseController, SparseMethod
@@ -145,12 +146,14 @@ class ModelRunner:
         return hidden
 
     def _sample(self, step: _Step, hidden: Tensor) -> list[int | None]:
-        """Draw for the rows that ask for it; one transfer of all tokens."""
+        """Draw for the rows that ask for it; one transfer of all tokens, and one of all log-probabilities."""
         tokens: list[int | None] = [None] * len(step.works)
         asking = [index for index, work in enumerate(step.works) if work.sample]
         if asking:
             ends = step.ends if len(asking) == len(step.works) else step.ends[asking]
-            drawn = sample(self.loaded.model.logits(hidden[ends]), [step.works[index] for index in asking])
+            logits, works = self.loaded.model.logits(hidden[ends]), [step.works[index] for index in asking]
+            drawn = sample(logits, works)
+            score(logits, drawn, works)
             for index, token in zip(asking, drawn.tolist(), strict=True):
                 tokens[step.order[index]] = token
         return tokens

@@ -16,6 +16,8 @@ def merged(defaults: Sampling, options: Mapping[str, Any]) -> Sampling:
         known = ", ".join(sorted(Sampling.__struct_fields__))
         raise UnknownOption(f"unknown option {unknown[0]!r}", hint=f"Sampling: {known}", param=unknown[0])
     given = {name: value for name, value in options.items() if value is not None}
+    if given.get("logprobs") is False:
+        given.setdefault("top_logprobs", 0)  # without them the session's number means nothing
     if "stop" in given:
         given["stop"] = (given["stop"],) if isinstance(given["stop"], str) else tuple(given["stop"])
     sampling: Sampling = defaults.replace(**given)

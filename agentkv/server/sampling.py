@@ -16,6 +16,7 @@ NUMBERS: dict[str, tuple[type, ...]] = {
     "presence_penalty": (int, float),
     "frequency_penalty": (int, float),
     "repetition_penalty": (int, float),
+    "top_logprobs": (int,),
     "seed": (int,),
 }
 
@@ -41,6 +42,8 @@ def read_sampling(body: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(stops, list) or not all(isinstance(item, str) for item in stops):
             raise BadRequest("stop: a string or a list of strings", param="stop")
         given["stop"] = tuple(stops)
+    if body.get("logprobs") is not None:
+        given["logprobs"] = body["logprobs"]
     if body.get("logit_bias") is not None:
         given["logit_bias"] = body["logit_bias"]
     checked = Sampling(**given)  # ranges

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import anyio.to_thread
@@ -14,7 +14,20 @@ from starlette.responses import Response
 
 from agentkv.errors import AgentkvError, BadRequest, Cancelled, UnknownModel, UnknownOption
 from agentkv.server.sampling import read_sampling, short
-from agentkv.types import Exactness, Frozen, Miss, Policy, PrunedSpan, ToolCall, Turn, Usage, check_lag, options_of
+from agentkv.types import (
+    Exactness,
+    Frozen,
+    Miss,
+    Policy,
+    PrunedSpan,
+    TokenLogprob,
+    ToolCall,
+    TopLogprob,
+    Turn,
+    Usage,
+    check_lag,
+    options_of,
+)
 
 MAX_BODY = 64 << 20
 BIG_BODY = 256 << 10
@@ -25,8 +38,6 @@ KEY_FIELDS = ("prompt_cache_key", "session_id", "user")
 UNSERVED: dict[str, tuple[tuple[Any, ...], str]] = {
     "n": ((1,), "Send one request for each choice; they share their prefix"),
     "best_of": ((1,), "Send several requests"),
-    "logprobs": ((False,), "Leave it out"),
-    "top_logprobs": ((0,), "Leave it out"),
     "functions": (([],), "Use tools"),
     "function_call": (("auto", "none"), "Use tool_choice"),
     "audio": ((), "Text only"),
@@ -230,12 +241,20 @@ class Reply(Frozen, frozen=True, kw_only=True):
             message["reasoning_content"] = turn.reasoning
         if turn.tool_calls:
             message["tool_calls"] = [call_object(call) for call in turn.tool_calls]
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": turn.finish_reason}
+        logprobs = None if turn.logprobs is None else logprobs_object(turn.logprobs)
+        choice = {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": turn.finish_reason}
         return self._frame("chat.completion", [choice], usage=usage_object(turn.usage), agentkv=extension)
 
-    def chunk(self, delta: dict[str, Any], finish_reason: str | None = None, **more: Any) -> dict[str, Any]:
+    def chunk(
+        self,
+        delta: dict[str, Any],
+        finish_reason: str | None = None,
+        logprobs: Sequence[TokenLogprob] = (),
+        **more: Any,
+    ) -> dict[str, Any]:
         """One increment."""
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        told = logprobs_object(logprobs) if logprobs else None
+        choice = {"index": 0, "delta": delta, "logprobs": told, "finish_reason": finish_reason}
         return self._frame("chat.completion.chunk", [choice], **more)
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
@@ -253,6 +272,16 @@ def call_object(call: ToolCall, index: int | None = None) -> dict[str, Any]:
     arguments = call.raw if _is_object(call.raw) else json.dumps(call.arguments)
     shaped = {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
     return shaped if index is None else {"index": index} | shaped
+
+
+def logprobs_object(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """Log-probabilities in OpenAI's form, which has no ids."""
+
+    def shown(entry: TopLogprob) -> dict[str, Any]:
+        return {"token": entry.token, "logprob": entry.logprob, "bytes": entry.bytes}
+
+    content = [shown(entry) | {"top_logprobs": [shown(top) for top in entry.top_logprobs]} for entry in entries]
+    return {"content": content, "refusal": None}
 
 
 def extension_object(

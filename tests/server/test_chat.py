@@ -336,7 +336,9 @@ def test_lags_by_call_id_ride_with_the_result(client, served):
         ({"response_format": {"type": "json_object"}}, "unknown_option", "response_format"),
         ({"tool_choice": "required"}, "unknown_option", "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "read"}}}, "unknown_option", "tool_choice"),
-        ({"logprobs": True}, "unknown_option", "logprobs"),
+        ({"logprobs": 1}, "bad_request", "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "bad_request", "top_logprobs"),
+        ({"top_logprobs": 2}, "bad_request", "top_logprobs"),
         ({"n": 2}, "unknown_option", "n"),
         ({"logit_bias": {"x": 5}}, "bad_request", "logit_bias"),
         ({"logit_bias": {"1": 101}}, "bad_request", "logit_bias"),
@@ -382,7 +384,7 @@ def test_what_is_ignored_or_harmless(served):
     options = served.runtime.resume(reply.json()["agentkv"]["session_id"]).options["last"]
     assert options == {
         "tool_choice": "auto", "max_tokens": 50, "top_k": 0, "min_p": 0.1, "seed": 3, "stop": ("END",), "logit_bias": {7: -3.0},
-        "presence_penalty": 0, "frequency_penalty": 1.5, "repetition_penalty": 1.1,
+        "presence_penalty": 0, "frequency_penalty": 1.5, "repetition_penalty": 1.1, "logprobs": False,
     }  # fmt: skip
 
 
