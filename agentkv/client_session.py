@@ -299,8 +299,7 @@ class RemoteSession(ToolLoop):
         timeout: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Turn:
-        """Let the model answer; sampling: what differs from the session's. On any error the turn is rolled back and what was
-        added stays."""
+        """Let the model answer. On any error the turn is rolled back and what was added stays."""
         body = _given(tool_choice=tool_choice, response_format=response_format, timeout=timeout, **sampling)
         turn: Turn = self._post("generate", body, kind=Turn)
         self.took(turn)

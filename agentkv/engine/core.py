@@ -9,6 +9,7 @@ This module has no torch in it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -68,13 +69,20 @@ class Edit:
     removed: tuple[Interval, ...]
 
 
+Mask = Callable[[list[int]], Any]
+"""From the ids generated so far to what may come next: a contiguous buffer (array, bytes, numpy) of one byte a token of the
+vocabulary, nonzero where it may be drawn, or of 32-bit words, in which bit i % 32 of word i // 32 is token i. Called on the
+host for each draw, on the engine's thread; an end of turn has to be allowed like any other token."""
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """What the engine is asked to continue.
 
     token_ids: the whole logical history, committed ids first. chain_id: the owner-addressed state to continue and to
     advance at commit; None uses the radix prefix alone. edits: prunes that the history has seen, in order of `at`; they
-    are replayed where the state they were applied to is gone. salt: tenant secret of every content key.
+    are replayed where the state they were applied to is gone. salt: tenant secret of every content key. mask: what each draw
+    may choose from, None for everything; where it fails or allows nothing, its sequence alone ends, with an EngineFault.
     """
 
     token_ids: list[int]
@@ -83,6 +91,7 @@ class Request:
     edits: tuple[Edit, ...] = ()
     salt: str = ""
     stop_ids: frozenset[int] = frozenset()
+    mask: Mask | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -113,7 +122,7 @@ class Sequence:
 
     table_from: pages of the state from this index on are not yet in the row's page table. reserved_units: units that it may
     still take. kept_ids: the generated ids to commit where a stop string ended it (None: all that were generated).
-    history: None where nothing is penalised.
+    history: None where nothing is penalised. allowed: None where every token may come next.
     """
 
     seq_id: int
@@ -136,6 +145,7 @@ class Sequence:
     miss: Miss | None = None
     fault: Exception | None = None
     history: History | None = None
+    allowed: Callable[[], memoryview | None] | None = None
 
     @property
     def num_forwarded(self) -> int:
@@ -171,6 +181,7 @@ class RowWork:
 
     sample: draw a token after the last one; `step` numbers the draw (with `seed` it fixes the random stream).
     history: needed where the sampling is penalised. score: what the runner says of the token where logprobs are asked for.
+    allowed: gives the checked mask of this draw, None for a row whose token will not count; see `Mask`.
     """
 
     row: int
@@ -184,6 +195,7 @@ class RowWork:
     seq_id: int = -1
     history: History | None = None
     score: TokenScore | None = None
+    allowed: Callable[[], memoryview | None] | None = None
 
 
 @dataclass(slots=True)
@@ -217,7 +229,7 @@ class Runner(Protocol):
     vocab_size: int
 
     def execute(self, batch: Batch) -> list[int | None]:
-        """Forward the batch; for each row the sampled token id, or None where `sample` is False."""
+        """Forward the batch; for each row the sampled token id, None where `sample` is False, -1 where a mask allows none."""
         ...
 
     def move_slots(self, source: list[Slot], target: list[Slot]) -> None:

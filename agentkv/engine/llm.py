@@ -15,7 +15,7 @@ from agentkv.engine.cache.intervals import common_prefix, merged, normal_edits, 
 from agentkv.engine.cache.radix import RadixCache
 from agentkv.engine.cache.state import KVState, Moves
 from agentkv.engine.core import Batch, ChainInfo, Drawn, EngineConfig, Request, Runner, Sequence, Status, StepOutput
-from agentkv.engine.demands import check_sampling, equip
+from agentkv.engine.demands import check_drawn, check_sampling, equip
 from agentkv.engine.oracle import PagedOracle
 from agentkv.engine.output import TextStream, TextTokenizer
 from agentkv.engine.scheduler import Scheduler
@@ -104,7 +104,7 @@ class LLM:
         seed = request.sampling.seed if request.sampling.seed is not None else randbits(63)
         prompt = list(request.token_ids)
         seq = Sequence(next(self._ids), request, prompt, len(prompt), max_tokens, seed)
-        equip(seq)
+        equip(seq, self.runner.vocab_size)
         self.chains.open(request, seq)
         self._open[seq.seq_id] = seq
         if self.tokenizer is not None:
@@ -311,6 +311,9 @@ class LLM:
             seq.num_prefilled_tokens += max(0, min(len(work.tokens), seq.num_prompt_tokens - work.position))
             if isinstance(drawn, EngineFault):
                 seq.fault = drawn
+            else:
+                check_drawn(seq, drawn[index])
+            if isinstance(drawn, EngineFault) or seq.fault is not None:
                 self.abort(seq)
                 touched.append((seq, None, None))
                 continue

@@ -20,7 +20,7 @@ def score(logits: Tensor, tokens: Tensor, works: Sequence[RowWork]) -> None:
         return
     rows = torch.tensor(asking, device=logits.device)
     logprobs = logits[rows].double().log_softmax(dim=-1)
-    own = logprobs.gather(1, tokens[rows].unsqueeze(1))
+    own = logprobs.gather(1, tokens[rows].clamp(min=0).unsqueeze(1))  # -1: nothing was allowed
     count = max(works[index].sampling.top_logprobs for index in asking)
     values, ids = logprobs.sort(dim=-1, descending=True, stable=True) if count else (own[:, :0], own[:, :0])
     told = torch.cat([own, values[:, :count], ids[:, :count].double()], dim=1).tolist()  # one transfer

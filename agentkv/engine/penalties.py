@@ -1,4 +1,4 @@
-"""What changes a row's logits before it draws: penalties by the tokens there were, and biases. float64 in, float64 out.
+"""What changes a row's logits before it draws: penalties by the tokens there were, biases, masks. float64 in, float64 out.
 
 Work and transfers are for the rows that ask. What a row has seen is counted once: its counts stay on the device between
 steps, and a step adds the tokens that are new.
@@ -16,19 +16,21 @@ from agentkv.engine.core import History, RowWork
 
 def alters(work: RowWork) -> bool:
     """Does the row draw from other logits than the model's?"""
-    return work.sampling.penalised or bool(work.sampling.logit_bias)
+    return work.sampling.penalised or bool(work.sampling.logit_bias) or work.allowed is not None
 
 
 def altered(scores: Tensor, works: Sequence[RowWork]) -> Tensor:
     """Scores float64 `[num_rows, vocab_size]`, one work each, with the repetition penalty, the presence and frequency
-    penalties and the biases of each row, in this order. `scores` itself may be overwritten."""
+    penalties and the biases of each row, in this order, and -inf where its mask says so. `scores` itself may be overwritten."""
     asking = [index for index, work in enumerate(works) if work.sampling.penalised]
     if len(asking) == len(works):
         scores = _penalised(scores, works)
     elif asking:
         rows = torch.tensor(asking, device=scores.device)
         scores[rows] = _penalised(scores[rows], [works[index] for index in asking])
-    return _biased(scores, works) if any(work.sampling.logit_bias for work in works) else scores
+    if any(work.sampling.logit_bias for work in works):
+        scores = _biased(scores, works)
+    return _masked(scores, works) if any(work.allowed is not None for work in works) else scores
 
 
 def _penalised(scores: Tensor, works: Sequence[RowWork]) -> Tensor:
@@ -74,3 +76,23 @@ def _biased(scores: Tensor, works: Sequence[RowWork]) -> Tensor:
     flat = [(row, token, bias) for row, work in enumerate(works) for token, bias in work.sampling.logit_bias.items()]
     rows, tokens, biases = torch.tensor(flat, dtype=torch.float64).to(scores.device).T
     return scores.index_put_((rows.long(), tokens.long()), biases, accumulate=True)
+
+
+def _masked(scores: Tensor, works: Sequence[RowWork]) -> Tensor:
+    """Masks are asked for here, while the device still computes the logits, and carried over in one transfer."""
+    masks = [(row, view) for row, work in enumerate(works) if work.allowed is not None and (view := work.allowed()) is not None]
+    if not masks:
+        return scores
+    rows = torch.tensor([row for row, _ in masks], device=scores.device)
+    allowed = torch.stack([_bools(view, scores.shape[1]) for _, view in masks]).to(scores.device)
+    scores[rows] = scores[rows].masked_fill(~allowed, -torch.inf)
+    return scores
+
+
+def _bools(view: memoryview, vocab_size: int) -> Tensor:
+    """A checked mask as one bool a token."""
+    data = torch.frombuffer(bytearray(view.cast("B")), dtype=torch.uint8)
+    if view.itemsize == 1:
+        return data != 0
+    bits = data.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8)  # words are little-endian, so bytes are in order, too
+    return (bits & 1).flatten()[:vocab_size] != 0

@@ -57,7 +57,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> list[int | None]:
-        """Forward the batch; for each row the sampled token id, or None where `sample` is False."""
+        """Forward the batch; for each row the sampled token id, None where `sample` is False, -1 where a mask allows none."""
         self.pages.update_table(batch.table_updates)
         if not batch.rows:
             return []

@@ -16,9 +16,9 @@ _MASK32 = 0xFFFFFFFF
 def sample(logits: Tensor, works: Sequence[RowWork]) -> Tensor:
     """Token ids int64 `[num_rows]` on the device, from logits `[num_rows, vocab_size]`, one work each.
 
-    First penalties and biases. Then temperature 0 takes the largest logit. Otherwise: divide by temperature, keep the top_k
-    largest, of those the smallest set whose probability reaches top_p, of those what has min_p of the largest probability,
-    and draw. Equal logits stand in order of token id.
+    First penalties, biases and masks; a row whose mask allows nothing gives -1. Then temperature 0 takes the largest logit.
+    Otherwise: divide by temperature, keep the top_k largest, of those the smallest set whose probability reaches top_p, of
+    those what has min_p of the largest probability, and draw. Equal logits stand in order of token id.
     """
     tokens = logits.argmax(dim=-1)
     changed = [index for index, work in enumerate(works) if alters(work)]
@@ -34,6 +34,8 @@ def sample(logits: Tensor, works: Sequence[RowWork]) -> Tensor:
     if drawn:
         rows = torch.tensor([taken.index(index) for index in drawn], device=logits.device)
         tokens[where[rows]] = _draw(scores[rows], [works[index] for index in drawn])
+    if any(works[index].allowed is not None for index in taken):
+        tokens[where] = tokens[where].masked_fill(scores.amax(dim=-1) == -torch.inf, -1)
     return tokens
 
 

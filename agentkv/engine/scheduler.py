@@ -156,6 +156,7 @@ class Scheduler:
                 step=seq.num_generated,
                 seq_id=seq.seq_id,
                 history=seq.history,
+                allowed=seq.allowed,
             )
         )
 
