@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 import typer
 
 from agentkv.errors import BadRequest
 from agentkv.runtime import DEFAULT, Runtime, open_store, transcript
-
-if TYPE_CHECKING:
-    from agentkv.runtime import SessionStore
 
 app = typer.Typer(help="Stored sessions: ls, show, spans, plan, prune, fork, rm.", no_args_is_help=True)
 
@@ -24,7 +21,7 @@ Id = Annotated[str, typer.Argument(help="Session id.")]
 Model = Annotated[str | None, typer.Option(help="Model to load. Default: the one the session was made with.")]
 
 
-def _store(db: str | None) -> SessionStore:
+def _store(db: str | None) -> Any:
     """The store to look at; looking at a path where none is does not make one."""
     if db is not None and "://" not in db and not Path(db).expanduser().exists():
         raise BadRequest(f"no database at {db!r}", hint="Leave --db out for the one in your data folder")

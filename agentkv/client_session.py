@@ -5,14 +5,27 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 from urllib.parse import quote
 
 from agentkv.client_http import EventStream, Http, Unreachable
 from agentkv.errors import AgentkvError, BadRequest
 from agentkv.tools.registry import Toolbox
 from agentkv.tools.run import ToolLoop
-from agentkv.types import Event, Exactness, Frozen, Plan, PrunedSpan, PruneMode, Span, ToolCall, Turn, TurnDone, Usage
+from agentkv.types import (
+    Event,
+    Exactness,
+    Frozen,
+    Plan,
+    PrunedSpan,
+    PruneMode,
+    SamplingOptions,
+    Span,
+    ToolCall,
+    Turn,
+    TurnDone,
+    Usage,
+)
 
 
 class Shown(Frozen, frozen=True, kw_only=True):
@@ -281,19 +294,13 @@ class RemoteSession(ToolLoop):
     def generate(
         self,
         *,
-        max_tokens: int | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
         tool_choice: Any = "auto",
         response_format: Any = None,
-        stop: str | Sequence[str] | None = None,
-        seed: int | None = None,
         timeout: float | None = None,
+        **sampling: Unpack[SamplingOptions],
     ) -> Turn:
         """Let the model answer. On any error the turn is rolled back and what was added stays."""
-        body = _given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, timeout=timeout)
-        body |= _given(tool_choice=tool_choice, response_format=response_format, stop=stop)
+        body = _given(tool_choice=tool_choice, response_format=response_format, timeout=timeout, **sampling)
         turn: Turn = self._post("generate", body, kind=Turn)
         self.took(turn)
         return turn
@@ -301,19 +308,13 @@ class RemoteSession(ToolLoop):
     def stream(
         self,
         *,
-        max_tokens: int | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
         tool_choice: Any = "auto",
         response_format: Any = None,
-        stop: str | Sequence[str] | None = None,
-        seed: int | None = None,
         timeout: float | None = None,
+        **sampling: Unpack[SamplingOptions],
     ) -> RemoteStream:
         """The same as events: TextDelta, ReasoningDelta, ToolCallReady, at the end TurnDone. Leaving early rolls back."""
-        body = _given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, timeout=timeout)
-        body |= _given(tool_choice=tool_choice, response_format=response_format, stop=stop)
+        body = _given(tool_choice=tool_choice, response_format=response_format, timeout=timeout, **sampling)
         return RemoteStream(self, body | {"stream": True})
 
     def cancel(self) -> None:

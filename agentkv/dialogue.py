@@ -5,7 +5,7 @@ A leaf beside `types`: memory, the tools package and the runtime share it, and i
 
 from __future__ import annotations
 
-from agentkv.types import FinishReason, Frozen, SpanKind, ToolCall
+from agentkv.types import FinishReason, Frozen, SpanKind, TokenLogprob, ToolCall
 
 
 class Message(Frozen, frozen=True, kw_only=True):
@@ -56,11 +56,13 @@ class Parsed(Frozen, frozen=True, kw_only=True):
     pieces: tuple[Piece, ...]
     ids: list[int]
     finish_reason: FinishReason
+    logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 class Delta(Frozen, frozen=True, kw_only=True):
-    """One streamed increment: at most one of text, reasoning and call is set."""
+    """One streamed increment: at most one of text, reasoning and call is set. logprobs: of tokens whose text is out by now."""
 
     text: str = ""
     reasoning: str = ""
     call: ToolCall | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()

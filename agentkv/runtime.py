@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from agentkv.engine.sparse import SparseMethod
     from agentkv.memory.store import SessionStore
 
-__all__ = ["DEFAULT", "Runtime", "Session", "SessionStore", "default_db", "open_store"]
+__all__ = ["DEFAULT", "Runtime", "Session", "default_db", "open_store"]
 
 
 class _Default(Enum):

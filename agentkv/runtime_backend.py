@@ -10,6 +10,7 @@ from agentkv.engine.tokenizer import Tokenizer
 from agentkv.engine.worker import EngineWorker, Ticket
 from agentkv.errors import Cancelled
 from agentkv.memory.backend import Counts, Delta, Freed, Held, History, Message, Parsed, Rendered
+from agentkv.runtime_logprobs import LogprobLog
 from agentkv.tools.parse import StreamParser, opens_thinking
 from agentkv.tools.render import Renderer
 from agentkv.types import Exactness, Interval, Sampling
@@ -30,6 +31,8 @@ class EngineGeneration:
         self._ticket = ticket
         self._parser = StreamParser(tools=tools, thinking=thinking)
         self._ids: list[int] = []
+        request = ticket.seq.request
+        self._logprobs = LogprobLog(backend.tokenizer, request.stop_ids) if request.sampling.logprobs else None
         self._cancelled = False
         self._drained = False
 
@@ -41,9 +44,14 @@ class EngineGeneration:
                 self._drained = True
                 break
             self._ids.extend(output.token_ids)
-            yield from self._parser.push(output.text)
+            if self._logprobs is not None:
+                self._logprobs.add(output)
+            yield from self._told(self._parser.push(output.text))
         if not self._cancelled and self._ticket.seq.finish_reason is not None:
-            yield from self._parser.flush(self._ticket.seq.finish_reason, cut=self._cut)
+            yield from self._told(self._parser.flush(self._ticket.seq.finish_reason, cut=self._cut))
+
+    def _told(self, deltas: list[Delta]) -> list[Delta]:
+        return deltas if self._logprobs is None else self._logprobs.ride(deltas, self._parser.decided)
 
     def result(self) -> Parsed:
         """The finished answer; raises what ended the generation otherwise."""
@@ -55,7 +63,11 @@ class EngineGeneration:
         if self._cancelled or seq.finish_reason is None:
             raise Cancelled("the turn was cancelled")
         ids = self._ids if seq.kept_ids is None else seq.kept_ids
-        return self._parser.parsed(ids, self._texts(ids), seq.finish_reason, cut=self._cut, encode=self._backend.encode)
+        parsed = self._parser.parsed(ids, self._texts(ids), seq.finish_reason, cut=self._cut, encode=self._backend.encode)
+        if self._logprobs is None:
+            return parsed
+        told: Parsed = parsed.replace(logprobs=self._logprobs.of(parsed.ids))
+        return told
 
     @property
     def _cut(self) -> bool:

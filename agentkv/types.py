@@ -5,8 +5,9 @@ Standard library and msgspec only. All token intervals are half open, `[start, e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from typing import Any, Literal, TypedDict
 
 import msgspec
 
@@ -38,13 +39,28 @@ class Frozen(msgspec.Struct, frozen=True, kw_only=True):
 class Sampling(Frozen, frozen=True, kw_only=True):
     """How the next token is drawn, and when generation ends.
 
-    temperature 0 is greedy. top_k 0 means no limit. max_tokens None means what the window leaves, at most 4,096.
-    seed None draws a fresh one; a seed gives the same tokens whatever else is in the batch.
+    temperature 0 is greedy. top_k 0 means no limit. min_p: the least probability that counts, as a share of the largest.
+    max_tokens None means what the window leaves, at most 4,096. seed None draws a fresh one; a seed gives the same tokens
+    whatever else is in the batch.
+
+    repetition_penalty divides the positive and multiplies the negative logits of tokens in the prompt or the answer.
+    presence_penalty and frequency_penalty are subtracted once, and once for each time that the answer has the token.
+    logit_bias is added after them, by token id. They hold for greedy drawing, too.
+
+    logprobs: return the log-probability of each token, and of the top_logprobs likeliest in its place. They are the model's
+    own: at temperature 1, before penalties, biases and limits.
     """
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    logprobs: bool = False
+    top_logprobs: int = 0
     seed: int | None = None
     stop: tuple[str, ...] = ()
     max_tokens: int | None = None
@@ -54,11 +70,69 @@ class Sampling(Frozen, frozen=True, kw_only=True):
             if not ok:
                 raise BadRequest(f"{name}={getattr(self, name)!r} is out of range: {rule}", param=name)
 
-        need(0.0 <= self.temperature <= 10.0, "temperature", "0 to 10")
-        need(0.0 < self.top_p <= 1.0, "top_p", "above 0, at most 1")
-        need(self.top_k >= 0, "top_k", "0 (no limit) or more")
-        need(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1")
-        need(len(self.stop) <= 16 and all(self.stop), "stop", "at most 16 non-empty strings")
+        def within(name: str, low: float, high: float) -> bool:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise BadRequest(f"{name}={value!r}: a number", param=name)
+            return low <= value <= high  # not a number is in no range
+
+        def whole(name: str) -> bool:
+            value = getattr(self, name)
+            return isinstance(value, int) and not isinstance(value, bool)
+
+        need(within("temperature", 0.0, 10.0), "temperature", "0 to 10")
+        need(within("top_p", 0.0, 1.0) and self.top_p > 0, "top_p", "above 0, at most 1")
+        need(whole("top_k") and 0 <= self.top_k < 2**31, "top_k", "0 (no limit) or more, below 2**31")
+        need(within("min_p", 0.0, 1.0), "min_p", "0 to 1")
+        need(within("presence_penalty", -2.0, 2.0), "presence_penalty", "-2 to 2")
+        need(within("frequency_penalty", -2.0, 2.0), "frequency_penalty", "-2 to 2")
+        need(within("repetition_penalty", 0.01, 100.0), "repetition_penalty", "0.01 to 100")
+        msgspec.structs.force_setattr(self, "logit_bias", _read_bias(self.logit_bias))
+        need(isinstance(self.logprobs, bool), "logprobs", "true or false")
+        need(whole("top_logprobs") and 0 <= self.top_logprobs <= 20, "top_logprobs", "0 to 20")
+        need(self.logprobs or not self.top_logprobs, "top_logprobs", "0 without logprobs")
+        need(self.seed is None or (whole("seed") and abs(self.seed) < 2**63), "seed", "an int of 64 bits")
+        need(self.max_tokens is None or (whole("max_tokens") and 1 <= self.max_tokens < 2**31), "max_tokens", "at least 1")
+        stops = isinstance(self.stop, tuple) and all(isinstance(each, str) and each for each in self.stop)
+        need(stops and len(self.stop) <= 16, "stop", "at most 16 non-empty strings")
+
+    @property
+    def penalised(self) -> bool:
+        """Does the draw depend on which tokens there were?"""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+
+class SamplingOptions(TypedDict, total=False):
+    """What a call may say about its sampling; None and left out are the session's default. See `Sampling`."""
+
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    repetition_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    logprobs: bool | None
+    top_logprobs: int | None
+    seed: int | None
+    stop: str | Sequence[str] | None
+    max_tokens: int | None
+
+
+def _read_bias(given: Any) -> dict[int, float]:
+    """logit_bias with token ids as ints: JSON has only text for keys."""
+    if not isinstance(given, Mapping):
+        raise BadRequest("logit_bias: an object of token ids and numbers", param="logit_bias")
+    bias: dict[int, float] = {}
+    for key, value in given.items():
+        token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**31:
+            raise BadRequest(f"logit_bias: {key!r} is no token id", param="logit_bias")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or abs(value) > 100:
+            raise BadRequest(f"logit_bias[{token}]={value!r} is out of range: -100 to 100", param="logit_bias")
+        bias[token] = float(value)
+    return bias
 
 
 class ToolCall(Frozen, frozen=True, kw_only=True):
@@ -150,12 +224,28 @@ class PrunedSpan(Frozen, frozen=True, kw_only=True):
     why: str
 
 
+class TopLogprob(Frozen, frozen=True, kw_only=True):
+    """A token that could have been drawn, and its log-probability. bytes: what it adds to the text, None if it is not shown."""
+
+    id: int
+    token: str
+    logprob: float
+    bytes: tuple[int, ...] | None = None
+
+
+class TokenLogprob(TopLogprob, frozen=True, kw_only=True):
+    """A token that was drawn. top_logprobs: the likeliest in its place, in order."""
+
+    top_logprobs: tuple[TopLogprob, ...] = ()
+
+
 class Turn(Frozen, frozen=True, kw_only=True):
     """What one generation returned.
 
     number: index of the turn in the session. miss: None when everything reusable was reused. exactness: the worst of the
     method's and of the session's prunes. pruned_now: spans removed when this turn started. state: 'waiting' when a tool
-    call awaits a human.
+    call awaits a human. logprobs: None where they were not asked for; one for each drawn token that stays, the one that ended
+    the turn included, so none for the end of a token that a stop string cut. They are not stored.
     """
 
     number: int
@@ -169,6 +259,7 @@ class Turn(Frozen, frozen=True, kw_only=True):
     pruned_now: tuple[PrunedSpan, ...] = ()
     state: Literal["done", "waiting"] = "done"
     chain_id: str = ""
+    logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 class Plan(Frozen, frozen=True, kw_only=True):
@@ -218,31 +309,35 @@ class Policy(Frozen, frozen=True, kw_only=True):
 
 def check_lag(lag: int | None) -> int | None:
     """Refuse a prune_after that is not an int >= 0 or None."""
-    if lag is None or (isinstance(lag, int) and not isinstance(lag, bool) and lag >= 0):
+    if lag is None or (isinstance(lag, int) and not isinstance(lag, bool) and 0 <= lag < 2**31):
         return lag
     raise BadRequest(f"prune_after={lag!r}: an int >= 0, or None for never", param="prune_after")
 
 
 def parse_keep(keep: str) -> int:
     """Tokens kept at each edge of a pruned body: 0 for 'drop', N for 'edges:N'."""
+    if not isinstance(keep, str):
+        raise BadRequest(f"keep={keep!r}: 'drop' or 'edges:N' with N >= 1", param="keep")
     if keep == "drop":
         return 0
     head, _, count = keep.partition(":")
-    if head == "edges" and count.isdigit() and int(count) > 0:
+    if head == "edges" and count.isascii() and count.isdigit() and 0 < int(count) < 2**31:
         return int(count)
     raise BadRequest(f"keep={keep!r}: 'drop' or 'edges:N' with N >= 1", param="keep")
 
 
-class TextDelta(Frozen, frozen=True, kw_only=True, tag="text_delta"):
-    """More answer text."""
+class TextDelta(Frozen, frozen=True, kw_only=True, tag="text_delta", omit_defaults=True):
+    """More answer text. logprobs: of the tokens since the last event that had some; the turn has those that are left."""
 
     text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
-class ReasoningDelta(Frozen, frozen=True, kw_only=True, tag="reasoning_delta"):
+class ReasoningDelta(Frozen, frozen=True, kw_only=True, tag="reasoning_delta", omit_defaults=True):
     """More reasoning text."""
 
     text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class ToolCallReady(Frozen, frozen=True, kw_only=True, tag="tool_call"):
@@ -286,6 +381,6 @@ def options_of(cls: type[Frozen], given: Mapping[str, Any], where: str) -> Any:
             f"{where}: unknown option {unknown[0]!r}", hint=f"Known: {', '.join(sorted(known))}", param=unknown[0]
         )
     try:
-        return msgspec.convert(dict(given), cls)
+        return msgspec.convert(dict(given), cls, str_keys=True)
     except msgspec.ValidationError as error:
         raise BadRequest(f"{where}: {error}") from None

@@ -10,11 +10,11 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar, Unpack
 
 from agentkv.aio.threads import Bridge, Threads
 from agentkv.errors import BadRequest
-from agentkv.types import Event, Exactness, Plan, PrunedSpan, PruneMode, Span, ToolCall, Turn, Usage
+from agentkv.types import Event, Exactness, Plan, PrunedSpan, PruneMode, SamplingOptions, Span, ToolCall, Turn, Usage
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -208,38 +208,36 @@ class AsyncSession(Generic[S]):
     async def generate(
         self,
         *,
-        max_tokens: int | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
         tool_choice: Any = "auto",
         response_format: Any = None,
-        stop: str | Sequence[str] | None = None,
-        seed: int | None = None,
         timeout: float | None = None,
+        **sampling: Unpack[SamplingOptions],
     ) -> Turn:
-        """Let the model answer."""
-        options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
-        options |= {"tool_choice": tool_choice, "response_format": response_format, "stop": stop, "seed": seed}
-        return await self._call(lambda: self._session.generate(**options, timeout=timeout), turn=True)
+        """Let the model answer; sampling: what differs from the session's."""
+        options: dict[str, Any] = {
+            "tool_choice": tool_choice,
+            "response_format": response_format,
+            "timeout": timeout,
+            **sampling,
+        }
+        return await self._call(lambda: self._session.generate(**options), turn=True)
 
     def stream(
         self,
         *,
-        max_tokens: int | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
         tool_choice: Any = "auto",
         response_format: Any = None,
-        stop: str | Sequence[str] | None = None,
-        seed: int | None = None,
         timeout: float | None = None,
+        **sampling: Unpack[SamplingOptions],
     ) -> AsyncStream:
         """The answer as events: `async with session.stream() as st: async for event in st: ...`."""
-        options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
-        options |= {"tool_choice": tool_choice, "response_format": response_format, "stop": stop, "seed": seed}
-        make = lambda: self._session.stream(**options, timeout=timeout)
+        options: dict[str, Any] = {
+            "tool_choice": tool_choice,
+            "response_format": response_format,
+            "timeout": timeout,
+            **sampling,
+        }
+        make = lambda: self._session.stream(**options)
         return AsyncStream(self._threads, make, self._session.cancel, self._peek)
 
     async def run(

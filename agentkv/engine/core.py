@@ -9,9 +9,10 @@ This module has no torch in it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from agentkv.types import FinishReason, Interval, Miss, Sampling
 
@@ -68,13 +69,20 @@ class Edit:
     removed: tuple[Interval, ...]
 
 
+Mask = Callable[[list[int]], Any]
+"""From the ids generated so far to what may come next: a contiguous buffer (array, bytes, numpy) of one byte a token of the
+vocabulary, nonzero where it may be drawn, or of 32-bit words, in which bit i % 32 of word i // 32 is token i. Called on the
+host for each draw, on the engine's thread; an end of turn has to be allowed like any other token."""
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """What the engine is asked to continue.
 
     token_ids: the whole logical history, committed ids first. chain_id: the owner-addressed state to continue and to
     advance at commit; None uses the radix prefix alone. edits: prunes that the history has seen, in order of `at`; they
-    are replayed where the state they were applied to is gone. salt: tenant secret of every content key.
+    are replayed where the state they were applied to is gone. salt: tenant secret of every content key. mask: what each draw
+    may choose from, None for everything; where it fails or allows nothing, its sequence alone ends, with an EngineFault.
     """
 
     token_ids: list[int]
@@ -83,6 +91,20 @@ class Request:
     edits: tuple[Edit, ...] = ()
     salt: str = ""
     stop_ids: frozenset[int] = frozenset()
+    mask: Mask | None = None
+
+
+@dataclass(slots=True, eq=False)
+class History:
+    """What the penalties of one sequence count. token_ids grows with the sequence; the first num_prompt are its prompt.
+
+    counted, counts: how far the sampler has counted, and its counts, which live on its device and end with the sequence.
+    """
+
+    token_ids: list[int]
+    num_prompt: int
+    counted: int = 0
+    counts: Any = None
 
 
 class Status(Enum):
@@ -100,6 +122,7 @@ class Sequence:
 
     table_from: pages of the state from this index on are not yet in the row's page table. reserved_units: units that it may
     still take. kept_ids: the generated ids to commit where a stop string ended it (None: all that were generated).
+    history: None where nothing is penalised. allowed: None where every token may come next.
     """
 
     seq_id: int
@@ -121,6 +144,8 @@ class Sequence:
     kept_ids: list[int] | None = None
     miss: Miss | None = None
     fault: Exception | None = None
+    history: History | None = None
+    allowed: Callable[[], memoryview | None] | None = None
 
     @property
     def num_forwarded(self) -> int:
@@ -138,11 +163,25 @@ class Sequence:
         return self.num_forwarded < self.num_prompt_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class TokenScore:
+    """Log-probability of a drawn token in the model's own distribution, and of the likeliest tokens in its place."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+Drawn = tuple[Sequence, int | None, TokenScore | None]
+"""A sequence that a step touched, its new token, and what was said of it."""
+
+
 @dataclass(slots=True)
 class RowWork:
     """One row of a batch: `tokens` enter at logical `position` and physical `slot` of the row's pages.
 
     sample: draw a token after the last one; `step` numbers the draw (with `seed` it fixes the random stream).
+    history: needed where the sampling is penalised. score: what the runner says of the token where logprobs are asked for.
+    allowed: gives the checked mask of this draw, None for a row whose token will not count; see `Mask`.
     """
 
     row: int
@@ -154,6 +193,9 @@ class RowWork:
     seed: int
     step: int
     seq_id: int = -1
+    history: History | None = None
+    score: TokenScore | None = None
+    allowed: Callable[[], memoryview | None] | None = None
 
 
 @dataclass(slots=True)
@@ -184,9 +226,10 @@ class Runner(Protocol):
 
     layout: KVLayout
     num_granules: int
+    vocab_size: int
 
     def execute(self, batch: Batch) -> list[int | None]:
-        """Forward the batch; for each row the sampled token id, or None where `sample` is False."""
+        """Forward the batch; for each row the sampled token id, None where `sample` is False, -1 where a mask allows none."""
         ...
 
     def move_slots(self, source: list[Slot], target: list[Slot]) -> None:
@@ -199,12 +242,14 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a step made for one sequence: new tokens, the text they add, and whether it finished."""
+    """What a step made for one sequence: new tokens, the text they add, and whether it finished. scores: one a token, where
+    logprobs are asked for."""
 
     seq: Sequence
     token_ids: tuple[int, ...]
     text: str
     finished: bool
+    scores: tuple[TokenScore, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

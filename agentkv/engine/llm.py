@@ -14,7 +14,8 @@ from agentkv.engine.cache.extents import ExtentPool
 from agentkv.engine.cache.intervals import common_prefix, merged, normal_edits, size
 from agentkv.engine.cache.radix import RadixCache
 from agentkv.engine.cache.state import KVState, Moves
-from agentkv.engine.core import Batch, ChainInfo, EngineConfig, Request, Runner, Sequence, Status, StepOutput
+from agentkv.engine.core import Batch, ChainInfo, Drawn, EngineConfig, Request, Runner, Sequence, Status, StepOutput
+from agentkv.engine.demands import check_drawn, check_sampling, equip
 from agentkv.engine.oracle import PagedOracle
 from agentkv.engine.output import TextStream, TextTokenizer
 from agentkv.engine.scheduler import Scheduler
@@ -98,12 +99,12 @@ class LLM:
             raise Busy(f"chain {chain.chain_id!r} is advanced by another request", retry_after=1.0)
         if not request.token_ids:
             raise BadRequest("a request needs at least one token", param="token_ids")
-        if request.sampling.stop and self.tokenizer is None:
-            raise BadRequest("stop strings need a tokenizer", param="stop")
+        check_sampling(request.sampling, self.runner.vocab_size, text=self.tokenizer is not None)
         max_tokens = self._max_tokens(request)
         seed = request.sampling.seed if request.sampling.seed is not None else randbits(63)
         prompt = list(request.token_ids)
         seq = Sequence(next(self._ids), request, prompt, len(prompt), max_tokens, seed)
+        equip(seq, self.runner.vocab_size)
         self.chains.open(request, seq)
         self._open[seq.seq_id] = seq
         if self.tokenizer is not None:
@@ -302,33 +303,37 @@ class LLM:
             raise EngineFault("the runner did not sample the rows it was asked to")
         return drawn
 
-    def _accept(self, batch: Batch, drawn: list[int | None] | EngineFault) -> list[tuple[Sequence, int | None]]:
-        """Append what was drawn; sequences that got a token or ended, each with its token."""
-        touched: list[tuple[Sequence, int | None]] = []
+    def _accept(self, batch: Batch, drawn: list[int | None] | EngineFault) -> list[Drawn]:
+        """Append what was drawn; the sequences that got a token or ended."""
+        touched: list[Drawn] = []
         for index, work in enumerate(batch.rows):
             seq = self._open[work.seq_id]
             seq.num_prefilled_tokens += max(0, min(len(work.tokens), seq.num_prompt_tokens - work.position))
             if isinstance(drawn, EngineFault):
                 seq.fault = drawn
+            else:
+                check_drawn(seq, drawn[index])
+            if isinstance(drawn, EngineFault) or seq.fault is not None:
                 self.abort(seq)
-                touched.append((seq, None))
+                touched.append((seq, None, None))
                 continue
             token = drawn[index]
             if token is not None:
                 seq.token_ids.append(token)
-                touched.append((seq, token))
+                touched.append((seq, token, work.score))
         return touched
 
-    def _collect(self, touched: list[tuple[Sequence, int | None]]) -> list[StepOutput]:
+    def _collect(self, touched: list[Drawn]) -> list[StepOutput]:
         """Turn new tokens into text and end what is complete."""
         outputs = []
-        for seq, token in touched:
+        for seq, token, score in touched:
             text = ""
             if token is not None:
                 text = self._text(seq, token)
                 if seq.finish_reason is not None:
                     self.scheduler.finish(seq)
-            outputs.append(StepOutput(seq, () if token is None else (token,), text, seq.status is not Status.RUNNING))
+            tokens, scores = () if token is None else (token,), () if score is None else (score,)
+            outputs.append(StepOutput(seq, tokens, text, seq.status is not Status.RUNNING, scores))
         return outputs
 
     def _text(self, seq: Sequence, token: int) -> str:

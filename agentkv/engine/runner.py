@@ -12,6 +12,7 @@ from torch import Tensor
 
 from agentkv.engine.core import Batch, EngineConfig, RowWork, Slot
 from agentkv.engine.loader import LoadedModel
+from agentkv.engine.logprobs import score
 from agentkv.engine.pages import KVPages
 from agentkv.engine.sampler import sample
 from agentkv.engine.sparse import SparseController, SparseMethod
@@ -50,12 +51,13 @@ class ModelRunner:
         self.layout = loaded.layout(config.page_size)
         self.pages = KVPages(self.layout, config, loaded.device, loaded.dtype)
         self.num_granules = self.pages.num_granules
+        self.vocab_size = loaded.config.vocab_size
         self.controller = SparseController(method, prefill)
         self._weight_bytes = loaded.weight_bytes
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> list[int | None]:
-        """Forward the batch; for each row the sampled token id, or None where `sample` is False."""
+        """Forward the batch; for each row the sampled token id, None where `sample` is False, -1 where a mask allows none."""
         self.pages.update_table(batch.table_updates)
         if not batch.rows:
             return []
@@ -144,12 +146,14 @@ class ModelRunner:
         return hidden
 
     def _sample(self, step: _Step, hidden: Tensor) -> list[int | None]:
-        """Draw for the rows that ask for it; one transfer of all tokens."""
+        """Draw for the rows that ask for it; one transfer of all tokens, and one of all log-probabilities."""
         tokens: list[int | None] = [None] * len(step.works)
         asking = [index for index, work in enumerate(step.works) if work.sample]
         if asking:
             ends = step.ends if len(asking) == len(step.works) else step.ends[asking]
-            drawn = sample(self.loaded.model.logits(hidden[ends]), [step.works[index] for index in asking])
+            logits, works = self.loaded.model.logits(hidden[ends]), [step.works[index] for index in asking]
+            drawn = sample(logits, works)
+            score(logits, drawn, works)
             for index, token in zip(asking, drawn.tolist(), strict=True):
                 tokens[step.order[index]] = token
         return tokens

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from agentkv.engine.core import RowWork
+from agentkv.engine.penalties import altered, alters
 
 _MASK32 = 0xFFFFFFFF
 
@@ -15,16 +16,26 @@ _MASK32 = 0xFFFFFFFF
 def sample(logits: Tensor, works: Sequence[RowWork]) -> Tensor:
     """Token ids int64 `[num_rows]` on the device, from logits `[num_rows, vocab_size]`, one work each.
 
-    Temperature 0 takes the largest logit. Otherwise: divide by temperature, keep the top_k largest, of those the smallest
-    set whose probability reaches top_p, and draw. Equal logits stand in order of token id.
+    First penalties, biases and masks; a row whose mask allows nothing gives -1. Then temperature 0 takes the largest logit.
+    Otherwise: divide by temperature, keep the top_k largest, of those the smallest set whose probability reaches top_p, of
+    those what has min_p of the largest probability, and draw. Equal logits stand in order of token id.
     """
-    drawn = [index for index, work in enumerate(works) if work.sampling.temperature > 0]
     tokens = logits.argmax(dim=-1)
-    if not drawn:
+    changed = [index for index, work in enumerate(works) if alters(work)]
+    drawn = [index for index, work in enumerate(works) if work.sampling.temperature > 0]
+    if not changed and not drawn:
         return tokens
-    chosen = [works[index] for index in drawn]
-    where = torch.tensor(drawn, device=logits.device)
-    tokens[where] = _draw(logits[where].double(), chosen)
+    taken = sorted({*changed, *drawn})
+    where = torch.tensor(taken, device=logits.device)
+    scores = logits[where].double()
+    if changed:
+        scores = altered(scores, [works[index] for index in taken])
+    tokens[where] = scores.argmax(dim=-1)
+    if drawn:
+        rows = torch.tensor([taken.index(index) for index in drawn], device=logits.device)
+        tokens[where[rows]] = _draw(scores[rows], [works[index] for index in drawn])
+    if any(works[index].allowed is not None for index in taken):
+        tokens[where] = tokens[where].masked_fill(scores.amax(dim=-1) == -torch.inf, -1)
     return tokens
 
 
@@ -35,6 +46,9 @@ def _draw(logits: Tensor, works: Sequence[RowWork]) -> Tensor:
     scaled = logits / temperature.unsqueeze(1)
     if any(work.sampling.top_k or work.sampling.top_p < 1 for work in works):
         scaled = _limit(scaled, works)
+    if any(work.sampling.min_p for work in works):
+        least = torch.tensor([work.sampling.min_p for work in works], dtype=torch.float64, device=device).log().unsqueeze(1)
+        scaled = scaled.masked_fill(scaled - scaled.amax(dim=-1, keepdim=True) < least, -torch.inf)
     return (scaled + _gumbel(works, logits.shape[1], device)).argmax(dim=-1)
 
 

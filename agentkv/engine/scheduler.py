@@ -155,6 +155,8 @@ class Scheduler:
                 seed=seq.seed,
                 step=seq.num_generated,
                 seq_id=seq.seq_id,
+                history=seq.history,
+                allowed=seq.allowed,
             )
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,8 @@ from agentkv.errors import BadModel, BadRequest, UnknownModel
 
 _TOOL_WORDS = ("tool", "python_tag", "function")  # a special token with one of these in its text is kept when decoding
 _HALF = "\N{REPLACEMENT CHARACTER}"
+_BLANK = "\u2581"  # a space, in vocabularies of the sentencepiece kind
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
 _MOST_HELD = 16  # tokens; longer is no character but bytes that are not text
 
 
@@ -80,6 +83,34 @@ class Tokenizer:
         """Text of token ids. Special tokens are left out, tool markers excepted; special True keeps them all."""
         kept = list(ids) if special else [each for each in ids if each not in self._hidden]
         return str(self._backend.decode(kept, skip_special_tokens=False))
+
+    def token_text(self, token_id: int) -> str:
+        """The token on its own; bytes that are no whole character are U+FFFD."""
+        data = self.token_bytes(token_id)
+        return self._added[token_id] if data is None else data.decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """What the token adds to the text, None for one that `decode` leaves out."""
+        if token_id in self._hidden:
+            return None
+        piece = self._added.get(token_id)
+        if piece is None:
+            piece = self._backend.id_to_token(token_id) or ""  # a model may have more ids than its tokenizer
+            if self._letters:
+                return bytes(self._letters.get(letter, 0x3F) for letter in piece)
+            if _BYTE.fullmatch(piece):
+                return bytes([int(piece[3:5], 16)])
+            piece = piece.replace(_BLANK, " ")
+        return piece.encode()
+
+    @cached_property
+    def _letters(self) -> dict[str, int]:
+        """The byte that each letter of a byte-level vocabulary stands for; {} for other kinds."""
+        if '"ByteLevel"' not in json.dumps(json.loads(self._backend.to_str())["decoder"]):
+            return {}
+        visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]  # these stand for themselves
+        others = [byte for byte in range(0x100) if byte not in visible]
+        return {chr(byte): byte for byte in visible} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
 
     def detokenizer(self, *, special: bool = False) -> Detokenizer:
         """Incremental `decode`."""

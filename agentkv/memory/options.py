@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from agentkv.errors import BadRequest
+from agentkv.errors import BadRequest, UnknownOption
 from agentkv.types import Sampling
 
 
 def merged(defaults: Sampling, options: Mapping[str, Any]) -> Sampling:
     """The session's defaults with what a call gives."""
+    unknown = sorted(set(options) - set(Sampling.__struct_fields__))
+    if unknown:
+        known = ", ".join(sorted(Sampling.__struct_fields__))
+        raise UnknownOption(f"unknown option {unknown[0]!r}", hint=f"Sampling: {known}", param=unknown[0])
     given = {name: value for name, value in options.items() if value is not None}
+    if given.get("logprobs") is False:
+        given.setdefault("top_logprobs", 0)  # without them the session's number means nothing
     if "stop" in given:
         given["stop"] = (given["stop"],) if isinstance(given["stop"], str) else tuple(given["stop"])
     sampling: Sampling = defaults.replace(**given)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from agentkv.dialogue import Message
 from agentkv.errors import AgentkvError, BadRequest, Conflict, OrphanResult
@@ -28,6 +28,7 @@ from agentkv.types import (
     PrunedSpan,
     PruneMode,
     Sampling,
+    SamplingOptions,
     Span,
     ToolCall,
     Turn,
@@ -200,54 +201,32 @@ class Session(Standing):
     def generate(
         self,
         *,
-        max_tokens: int | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
         tool_choice: Any = "auto",
         response_format: Any = None,
-        stop: str | Sequence[str] | None = None,
-        seed: int | None = None,
         timeout: float | None = None,
+        **sampling: Unpack[SamplingOptions],
     ) -> Turn:
-        """Let the model answer. On any error the turn is rolled back and what was added stays."""
-        stream = self.stream(
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            tool_choice=tool_choice,
-            response_format=response_format,
-            stop=stop,
-            seed=seed,
-            timeout=timeout,
-        )
-        with stream:
+        """Let the model answer; sampling: what differs from the session's. On any error the turn is rolled back and what was
+        added stays."""
+        with self.stream(tool_choice=tool_choice, response_format=response_format, timeout=timeout, **sampling) as stream:
             return stream.finish()
 
     def stream(
         self,
         *,
-        max_tokens: int | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
         tool_choice: Any = "auto",
         response_format: Any = None,
-        stop: str | Sequence[str] | None = None,
-        seed: int | None = None,
         timeout: float | None = None,
+        **sampling: Unpack[SamplingOptions],
     ) -> TurnStream:
         """The same as events: TextDelta, ReasoningDelta, ToolCallReady, at the end TurnDone. Leaving early rolls back."""
-        drawn = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
-        options = {**drawn, "max_tokens": max_tokens, "stop": stop}
 
         def make() -> RunningTurn:
             with self._branch.kept():
                 check_served(tool_choice, response_format, timeout)
-                sampling = merged(self.sampling, options)
+                chosen = merged(self.sampling, sampling)
             tools = bool(self.tools) and tool_choice != "none"
-            return RunningTurn(self._branch, sampling, tools=tools, timeout=timeout)
+            return RunningTurn(self._branch, chosen, tools=tools, timeout=timeout)
 
         return TurnStream(make)
 

@@ -130,9 +130,9 @@ class RunningTurn:
                 if delta is None:
                     break
                 if delta.reasoning:
-                    yield ReasoningDelta(text=delta.reasoning)
+                    yield ReasoningDelta(text=delta.reasoning, logprobs=delta.logprobs)
                 if delta.text:
-                    yield TextDelta(text=delta.text)
+                    yield TextDelta(text=delta.text, logprobs=delta.logprobs)
                 if delta.call is not None:
                     yield ToolCallReady(call=delta.call)
             self.turn = self._commit()
@@ -177,7 +177,8 @@ class RunningTurn:
             draft = branch.ledger.draft(self._rendered, parsed)
             turn = self._told(parsed, counts)
             usage = add_usage(branch.usage, turn.usage)
-            branch.journal.committed(branch.ledger, draft, turn, usage, (time.perf_counter() - self._began) * 1000)
+            milliseconds = (time.perf_counter() - self._began) * 1000
+            branch.journal.committed(branch.ledger, draft, turn.replace(logprobs=None), usage, milliseconds)
             try:
                 turn = self._told(parsed, generation.commit(parsed.ids))
             except BaseException as error:
@@ -192,7 +193,7 @@ class RunningTurn:
 
     def _settle(self, draft: Draft, turn: Turn) -> None:
         branch = self._branch
-        branch.ledger.apply(draft, turn)
+        branch.ledger.apply(draft, turn.replace(logprobs=None))  # they are the caller's: large, and made once
         branch.usage = add_usage(branch.usage, turn.usage)
         branch.unreported = []
         branch.epoch, branch.rebuilt, branch.refingered = None, False, False
@@ -240,6 +241,7 @@ class RunningTurn:
             exactness=branch.exactness,
             pruned_now=tuple(branch.unreported),
             chain_id=branch.chain_id,
+            logprobs=parsed.logprobs,
         )
 
     def abandon(self) -> None:

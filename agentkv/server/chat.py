@@ -105,7 +105,7 @@ class Chat:
     async def _stream(self, job: Job[Answer], first: Event | None, reply: Reply, ask: ChatRequest) -> AsyncIterator[bytes]:
         """The answer as server-sent events; what went wrong on the way is an event too."""
         blank: dict[str, Any] = {"usage": None} if ask.include_usage else {}
-        calls = 0
+        calls = sent = 0
         opened = False
         try:
             event = first
@@ -118,13 +118,14 @@ class Chat:
                     calls += 1
                 elif isinstance(event, (TextDelta, ReasoningDelta)):
                     name = "content" if isinstance(event, TextDelta) else "reasoning_content"
-                    yield sse(reply.chunk({name: event.text}, **blank))
+                    yield sse(reply.chunk({name: event.text}, logprobs=event.logprobs, **blank))
+                    sent += len(event.logprobs)
                 event = await job.next()
             turn, extension = await job.finish()
             if not opened:  # a turn without a single token
                 yield sse(reply.chunk({"role": "assistant", "content": ""}, agentkv=extension, **blank))
             self._account(job, turn)
-            yield sse(reply.chunk({}, turn.finish_reason, **blank))
+            yield sse(reply.chunk({}, turn.finish_reason, (turn.logprobs or ())[sent:], **blank))
             if ask.include_usage:
                 yield sse(reply.usage_chunk(turn.usage))
         except AgentkvError as error:

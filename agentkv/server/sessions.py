@@ -17,13 +17,11 @@ from agentkv.server.metrics import Metrics, log_line
 from agentkv.server.ports import RuntimePort, SessionPort, exactness_of
 from agentkv.server.seats import Seats
 from agentkv.server.wire import error_object, json_response, read_object, sse
-from agentkv.types import Event, Policy, Turn, TurnDone, options_of
+from agentkv.types import Event, Policy, Sampling, Turn, TurnDone, options_of
 
 ROUTE = "sessions"
 OPEN = ("id", "system", "tools", "method", "policy", "history", "on_window", "placeholder", "sampling")
-GENERATE = (
-    "max_tokens", "temperature", "top_p", "top_k", "tool_choice", "response_format", "stop", "seed", "timeout", "stream",
-)  # fmt: skip
+GENERATE = (*Sampling.__struct_fields__, "tool_choice", "response_format", "timeout", "stream")
 
 Verb = Callable[[SessionPort, dict[str, Any]], Any]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import anyio.to_thread
@@ -13,7 +13,21 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from agentkv.errors import AgentkvError, BadRequest, Cancelled, UnknownModel, UnknownOption
-from agentkv.types import Exactness, Frozen, Miss, Policy, PrunedSpan, Sampling, ToolCall, Turn, Usage, check_lag, options_of
+from agentkv.server.sampling import read_sampling, short
+from agentkv.types import (
+    Exactness,
+    Frozen,
+    Miss,
+    Policy,
+    PrunedSpan,
+    TokenLogprob,
+    ToolCall,
+    TopLogprob,
+    Turn,
+    Usage,
+    check_lag,
+    options_of,
+)
 
 MAX_BODY = 64 << 20
 BIG_BODY = 256 << 10
@@ -24,13 +38,6 @@ KEY_FIELDS = ("prompt_cache_key", "session_id", "user")
 UNSERVED: dict[str, tuple[tuple[Any, ...], str]] = {
     "n": ((1,), "Send one request for each choice; they share their prefix"),
     "best_of": ((1,), "Send several requests"),
-    "logprobs": ((False,), "Leave it out"),
-    "top_logprobs": ((0,), "Leave it out"),
-    "logit_bias": (({},), "Leave it out"),
-    "presence_penalty": ((0,), "Leave it out"),
-    "frequency_penalty": ((0,), "Leave it out"),
-    "repetition_penalty": ((1,), "Leave it out"),
-    "min_p": ((0,), "Use top_p or top_k"),
     "functions": (([],), "Use tools"),
     "function_call": (("auto", "none"), "Use tool_choice"),
     "audio": ((), "Text only"),
@@ -175,45 +182,19 @@ def read_tool_choice(choice: Any) -> str:
     )
 
 
-def read_sampling(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampling fields the client set; what it left out is the session's default (greedy unless configured)."""
-    given: dict[str, Any] = {}
-    numbers = {"temperature": (int, float), "top_p": (int, float), "top_k": (int,), "seed": (int,)}
-    for name, types in numbers.items():
-        value = body.get(name)
-        if value is not None:
-            given[name] = _number(name, value, types)
-    if not -(2**63) <= given.get("seed", 0) < 2**63:
-        raise BadRequest(f"seed={given['seed']} is out of range: 64 bits", param="seed")
-    if given.get("top_k") == -1:
-        given["top_k"] = 0  # how other servers spell "no limit"
-    for name in ("max_completion_tokens", "max_tokens"):
-        if body.get(name) is not None:
-            given["max_tokens"] = _number(name, body[name], (int,))
-            break
-    stop = body.get("stop")
-    if stop is not None:
-        stops = [stop] if isinstance(stop, str) else stop
-        if not isinstance(stops, list) or not all(isinstance(item, str) for item in stops):
-            raise BadRequest("stop: a string or a list of strings", param="stop")
-        given["stop"] = tuple(stops)
-    Sampling(**given)  # ranges
-    return given
-
-
 def refuse_unserved(body: Mapping[str, Any]) -> None:
     """Raise for a field that would change the answer and is not served."""
     for name, (harmless, hint) in UNSERVED.items():
         value = body.get(name)
         if value is not None and value not in harmless:
-            raise UnknownOption(f"{name}={_short(value)} is not served", hint=hint, param=name)
+            raise UnknownOption(f"{name}={short(value)} is not served", hint=hint, param=name)
     shape = body.get("response_format")
     if shape is not None and not (isinstance(shape, dict) and shape.get("type") == "text"):
         raise UnknownOption(
-            f"response_format={_short(shape)} is not served", hint="Ask for the format in words", param="response_format"
+            f"response_format={short(shape)} is not served", hint="Ask for the format in words", param="response_format"
         )
     if body.get("modalities") not in (None, ["text"]):
-        raise UnknownOption(f"modalities={_short(body['modalities'])} is not served", hint="Text only", param="modalities")
+        raise UnknownOption(f"modalities={short(body['modalities'])} is not served", hint="Text only", param="modalities")
 
 
 def check_model(asked: Any, served: str) -> None:
@@ -260,12 +241,20 @@ class Reply(Frozen, frozen=True, kw_only=True):
             message["reasoning_content"] = turn.reasoning
         if turn.tool_calls:
             message["tool_calls"] = [call_object(call) for call in turn.tool_calls]
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": turn.finish_reason}
+        logprobs = None if turn.logprobs is None else logprobs_object(turn.logprobs)
+        choice = {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": turn.finish_reason}
         return self._frame("chat.completion", [choice], usage=usage_object(turn.usage), agentkv=extension)
 
-    def chunk(self, delta: dict[str, Any], finish_reason: str | None = None, **more: Any) -> dict[str, Any]:
+    def chunk(
+        self,
+        delta: dict[str, Any],
+        finish_reason: str | None = None,
+        logprobs: Sequence[TokenLogprob] = (),
+        **more: Any,
+    ) -> dict[str, Any]:
         """One increment."""
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        told = logprobs_object(logprobs) if logprobs else None
+        choice = {"index": 0, "delta": delta, "logprobs": told, "finish_reason": finish_reason}
         return self._frame("chat.completion.chunk", [choice], **more)
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
@@ -283,6 +272,16 @@ def call_object(call: ToolCall, index: int | None = None) -> dict[str, Any]:
     arguments = call.raw if _is_object(call.raw) else json.dumps(call.arguments)
     shaped = {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
     return shaped if index is None else {"index": index} | shaped
+
+
+def logprobs_object(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """Log-probabilities in OpenAI's form, which has no ids."""
+
+    def shown(entry: TopLogprob) -> dict[str, Any]:
+        return {"token": entry.token, "logprob": entry.logprob, "bytes": entry.bytes}
+
+    content = [shown(entry) | {"top_logprobs": [shown(top) for top in entry.top_logprobs]} for entry in entries]
+    return {"content": content, "refusal": None}
 
 
 def extension_object(
@@ -361,17 +360,4 @@ def _typed(body: Mapping[str, Any], name: str, kind: type, rule: str) -> Any:
     value = body.get(name)
     if value is None or isinstance(value, kind):
         return value
-    raise BadRequest(f"{name}={_short(value)}: {rule}", param=name)
-
-
-def _number(name: str, value: Any, types: tuple[type, ...]) -> Any:
-    if isinstance(value, float) and float not in types and value.is_integer():
-        value = int(value)
-    if isinstance(value, bool) or not isinstance(value, types):
-        raise BadRequest(f"{name}={_short(value)}: a number", param=name)
-    return value
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    raise BadRequest(f"{name}={short(value)}: {rule}", param=name)

@@ -288,6 +288,11 @@ class StreamParser:
         self._at = end
 
     @property
+    def decided(self) -> int:
+        """Characters of the text whose meaning can no longer change."""
+        return self._at
+
+    @property
     def reading(self) -> Reading:
         """What was read so far; complete after `flush`."""
         return Reading(

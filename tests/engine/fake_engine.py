@@ -37,7 +37,7 @@ class FakeRunner:
     ) -> None:
         self.layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=128, itemsize=2, page_size=page_size)
         self.num_granules = units * (self.layout.stripe_bytes // GRANULE)
-        self.vocab = vocab
+        self.vocab = self.vocab_size = vocab
         self.step_tokens = step_tokens
         self.max_rows = max_rows
         self.slots: dict[Slot, Content] = {}

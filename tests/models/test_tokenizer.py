@@ -138,6 +138,29 @@ def test_streamed_text_equals_the_text(tokenizers: dict[str, Tokenizer], kind: s
         assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(max_size=40))
+def test_bytes_of_the_tokens_are_the_bytes_of_the_text(tokenizers: dict[str, Tokenizer], kind: str, text: str) -> None:
+    tokenizer = tokenizers[kind]
+    ids = tokenizer.encode(text)
+    parts = [tokenizer.token_bytes(each) for each in ids]
+    assert None not in parts
+    joined = b"".join(part for part in parts if part is not None)
+    if kind == "byte_fallback":  # it writes a space in front of every text, which decoding takes away
+        joined = joined.removeprefix(b" ")
+    assert joined.decode() == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_frame_token_has_text_and_no_bytes(tokenizers: dict[str, Tokenizer], kind: str) -> None:
+    tokenizer = tokenizers[kind]
+    end, call = tokenizer.encode("<|im_end|><tool_call>", special=True)
+    assert (tokenizer.token_bytes(end), tokenizer.token_text(end)) == (None, "<|im_end|>")
+    assert (tokenizer.token_bytes(call), tokenizer.token_text(call)) == (b"<tool_call>", "<tool_call>")
+    assert (tokenizer.token_bytes(10**6), tokenizer.token_text(10**6)) == (b"", "")
+
+
 @pytest.mark.parametrize("kind", ["byte_level", "micro"])
 @settings(max_examples=60, deadline=None)
 @given(data=st.binary(max_size=60))

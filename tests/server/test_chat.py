@@ -337,10 +337,17 @@ def test_lags_by_call_id_ride_with_the_result(client, served):
         ({"response_format": {"type": "json_object"}}, "unknown_option", "response_format"),
         ({"tool_choice": "required"}, "unknown_option", "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "read"}}}, "unknown_option", "tool_choice"),
-        ({"logprobs": True}, "unknown_option", "logprobs"),
+        ({"logprobs": 1}, "bad_request", "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "bad_request", "top_logprobs"),
+        ({"top_logprobs": 2}, "bad_request", "top_logprobs"),
         ({"n": 2}, "unknown_option", "n"),
-        ({"logit_bias": {"1": 5}}, "unknown_option", "logit_bias"),
-        ({"presence_penalty": 0.5}, "unknown_option", "presence_penalty"),
+        ({"logit_bias": {"x": 5}}, "bad_request", "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "bad_request", "logit_bias"),
+        ({"logit_bias": [1]}, "bad_request", "logit_bias"),
+        ({"presence_penalty": 2.5}, "bad_request", "presence_penalty"),
+        ({"frequency_penalty": "x"}, "bad_request", "frequency_penalty"),
+        ({"repetition_penalty": 0}, "bad_request", "repetition_penalty"),
+        ({"min_p": 1.5}, "bad_request", "min_p"),
         ({"temperature": -1}, "bad_request", "temperature"),
         ({"temperature": "hot"}, "bad_request", "temperature"),
         ({"stop": [1]}, "bad_request", "stop"),
@@ -370,13 +377,16 @@ def test_what_is_ignored_or_harmless(served):
         "n": 1, "logprobs": False, "presence_penalty": 0, "response_format": {"type": "text"}, "tool_choice": "auto",
         "stop": "END",
         "parallel_tool_calls": True, "reasoning_effort": "high", "metadata": {"a": 1}, "store": False, "foo": 1, "seed": 3,
-        "max_completion_tokens": 50, "top_k": -1, "stream": False, "stream_options": None, "service_tier": "auto",
-        "logit_bias": {}, "agentkv": None,
+        "max_completion_tokens": 50, "top_k": -1, "min_p": 0.1, "stream": False, "stream_options": None, "service_tier": "auto",
+        "logit_bias": {"7": -3}, "frequency_penalty": 1.5, "repetition_penalty": 1.1, "agentkv": None,
     }  # fmt: skip
     reply = httpx.post(served.url + "/v1/chat/completions", json=body)
     assert reply.status_code == 200, reply.text
     options = served.runtime.resume(reply.json()["agentkv"]["session_id"]).options["last"]
-    assert options == {"tool_choice": "auto", "max_tokens": 50, "top_k": 0, "seed": 3, "stop": ("END",)}
+    assert options == {
+        "tool_choice": "auto", "max_tokens": 50, "top_k": 0, "min_p": 0.1, "seed": 3, "stop": ("END",), "logit_bias": {7: -3.0},
+        "presence_penalty": 0, "frequency_penalty": 1.5, "repetition_penalty": 1.1, "logprobs": False,
+    }  # fmt: skip
 
 
 def test_tool_choice_none_renders_tools_but_parses_no_call(client, served):

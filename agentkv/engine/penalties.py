@@ -1,0 +1,98 @@
+"""What changes a row's logits before it draws: penalties by the tokens there were, biases, masks. float64 in, float64 out.
+
+Work and transfers are for the rows that ask. What a row has seen is counted once: its counts stay on the device between
+steps, and a step adds the tokens that are new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from agentkv.engine.core import History, RowWork
+
+
+def alters(work: RowWork) -> bool:
+    """Does the row draw from other logits than the model's?"""
+    return work.sampling.penalised or bool(work.sampling.logit_bias) or work.allowed is not None
+
+
+def altered(scores: Tensor, works: Sequence[RowWork]) -> Tensor:
+    """Scores float64 `[num_rows, vocab_size]`, one work each, with the repetition penalty, the presence and frequency
+    penalties and the biases of each row, in this order, and -inf where its mask says so. `scores` itself may be overwritten."""
+    asking = [index for index, work in enumerate(works) if work.sampling.penalised]
+    if len(asking) == len(works):
+        scores = _penalised(scores, works)
+    elif asking:
+        rows = torch.tensor(asking, device=scores.device)
+        scores[rows] = _penalised(scores[rows], [works[index] for index in asking])
+    if any(work.sampling.logit_bias for work in works):
+        scores = _biased(scores, works)
+    return _masked(scores, works) if any(work.allowed is not None for work in works) else scores
+
+
+def _penalised(scores: Tensor, works: Sequence[RowWork]) -> Tensor:
+    given = [work.sampling for work in works]
+    weights = torch.tensor(
+        [(each.repetition_penalty, each.presence_penalty, each.frequency_penalty) for each in given],
+        dtype=torch.float64,
+        device=scores.device,
+    )
+    repetition, presence, frequency = weights.unsqueeze(2).unbind(1)
+    prompt, made = _counts(works, scores.shape[1], scores.device)
+    repeated: Tensor = torch.where(scores < 0, scores * repetition, scores / repetition)
+    scores = torch.where(prompt + made > 0, repeated, scores)
+    return scores - presence * (made > 0) - frequency * made
+
+
+def _counts(works: Sequence[RowWork], vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """How often each token was in the prompt, and in the answer, int32 `[num_rows, vocab_size]` each."""
+    histories: list[History] = []
+    for work in works:
+        assert work.history is not None, "a penalised row comes with its history"
+        histories.append(work.history)
+    fresh = [_places(history, vocab_size) for history in histories]
+    places = torch.tensor([place for each in fresh for place in each], dtype=torch.int64).to(device)
+    for history, part in zip(histories, torch.split(places, [len(each) for each in fresh]), strict=True):
+        if history.counts is None:
+            history.counts = torch.zeros(2 * vocab_size, dtype=torch.int32, device=device)
+        history.counts.index_add_(0, part, torch.ones_like(part, dtype=torch.int32))
+        history.counted = len(history.token_ids)
+    counts = torch.stack([history.counts for history in histories])
+    return counts[:, :vocab_size], counts[:, vocab_size:]
+
+
+def _places(history: History, vocab_size: int) -> list[int]:
+    """Where the tokens that are not counted yet count: an answer's come after all of the prompt's."""
+    start, prompt = history.counted, history.num_prompt
+    fresh = enumerate(history.token_ids[start:], start)
+    return [token if position < prompt else token + vocab_size for position, token in fresh]
+
+
+def _biased(scores: Tensor, works: Sequence[RowWork]) -> Tensor:
+    """Biases of all rows in one transfer; a row has each token once, so nothing depends on an order of additions."""
+    flat = [(row, token, bias) for row, work in enumerate(works) for token, bias in work.sampling.logit_bias.items()]
+    rows, tokens, biases = torch.tensor(flat, dtype=torch.float64).to(scores.device).T
+    return scores.index_put_((rows.long(), tokens.long()), biases, accumulate=True)
+
+
+def _masked(scores: Tensor, works: Sequence[RowWork]) -> Tensor:
+    """Masks are asked for here, while the device still computes the logits, and carried over in one transfer."""
+    masks = [(row, view) for row, work in enumerate(works) if work.allowed is not None and (view := work.allowed()) is not None]
+    if not masks:
+        return scores
+    rows = torch.tensor([row for row, _ in masks], device=scores.device)
+    allowed = torch.stack([_bools(view, scores.shape[1]) for _, view in masks]).to(scores.device)
+    scores[rows] = scores[rows].masked_fill(~allowed, -torch.inf)
+    return scores
+
+
+def _bools(view: memoryview, vocab_size: int) -> Tensor:
+    """A checked mask as one bool a token."""
+    data = torch.frombuffer(bytearray(view.cast("B")), dtype=torch.uint8)
+    if view.itemsize == 1:
+        return data != 0
+    bits = data.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8)  # words are little-endian, so bytes are in order, too
+    return (bits & 1).flatten()[:vocab_size] != 0
