@@ -160,9 +160,18 @@ def _refuse_unserved(raw: dict[str, Any], architecture: str) -> None:
         raise BadModel("quantized checkpoints are not served", hint="Use the bf16 checkpoint of the model")
     if raw.get("hidden_act", "silu") != "silu":
         raise BadModel(f"activation {raw['hidden_act']!r} is not served for {architecture}", hint="Served: silu")
-    sliding = "sliding_attention" in (raw.get("layer_types") or ())
-    if sliding or raw.get("use_sliding_window"):
+    if _slides(raw):
         raise BadModel("sliding window layers are not served yet", hint="Use a checkpoint with full attention")
+
+
+def _slides(raw: dict[str, Any]) -> bool:
+    """Whether a layer really has a sliding window: Qwen's configs also name one that is off, or that begins past the end."""
+    if raw.get("layer_types"):
+        return "sliding_attention" in raw["layer_types"]
+    if not raw.get("use_sliding_window") or raw.get("sliding_window", 0) is None:
+        return False
+    first, count = raw.get("max_window_layers"), raw.get("num_hidden_layers")
+    return not (isinstance(first, int) and isinstance(count, int) and first >= count)
 
 
 def _read_rope(raw: dict[str, Any]) -> RopeConfig:

@@ -86,7 +86,7 @@ class Host:
 
 
 def _hf_config(family: str) -> Any:
-    from transformers import LlamaConfig, Qwen3Config
+    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
     shared: dict[str, Any] = {
         "vocab_size": VOCAB,
@@ -102,6 +102,9 @@ def _hf_config(family: str) -> Any:
     }
     if family == "qwen3":
         return Qwen3Config(**shared, tie_word_embeddings=True)
+    if family.startswith("qwen2"):
+        del shared["head_dim"]  # Qwen2 has no such field: hidden_size / heads
+        return Qwen2Config(**shared, tie_word_embeddings=family == "qwen2-tied")
     rope = {
         "rope_type": "llama3",
         "rope_theta": 500.0,
