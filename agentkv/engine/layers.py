@@ -18,7 +18,8 @@ from agentkv.engine.sparse import Lifecycle
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary angles. kind: default, linear or llama3; the other fields are llama3's (factor also linear's)."""
+    """Rotary angles. kind: default, linear, llama3 or factors (what each frequency is divided by, `[head_dim / 2]`, as GGUF
+    files give llama3's scaling); the fields from factor on are llama3's, factor also linear's."""
 
     theta: float = 10000.0
     kind: str = "default"
@@ -26,6 +27,7 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_window: int = 8192
+    factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,8 @@ class Rotary:
             frequency = frequency / config.factor
         elif config.kind == "llama3":
             frequency = _llama3(frequency, config)
+        elif config.kind == "factors":
+            frequency = frequency / torch.tensor(config.factors, dtype=torch.float32, device="cpu")
         self.frequency = frequency
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

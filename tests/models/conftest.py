@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from agentkv.engine.core import GRANULE, Batch, EngineConfig, RowWork
 from agentkv.engine.loader import LoadedModel, load_model
 from agentkv.engine.runner import ModelRunner
 from agentkv.types import Sampling
+
+sys.path.insert(0, str(Path(__file__).parent))  # lets the tests of this folder import their helper by name
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 VOCAB = 97
