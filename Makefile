@@ -8,11 +8,12 @@ ifeq ($(CPU),yes)
 PIP    += -c constraints/cpu.txt
 endif
 
-.PHONY: help demo test lint test-slow test-gpu figures wheel-check clean
+.PHONY: help demo test lint test-slow test-gpu models figures wheel-check clean
 help:
 	@echo "make demo       set up .venv and watch an agent session, end to end"
 	@echo "make test       lint, types and the test suite"
 	@echo "make test-slow  the long tests and the must-show checks (minutes)"
+	@echo "make models     fetch the real small models that optional tests use into .models/ (about 100 MB)"
 	@echo "make figures    import time, cost of a tool result with 10,000 spans"
 	@echo "make wheel-check  build a wheel, install it in a fresh environment, run the demo from an empty folder"
 
@@ -32,6 +33,9 @@ test-slow: $(VENV)/.dev
 
 test-gpu: $(VENV)/.dev
 	$(BIN)/python -m pytest -m gpu
+
+models: $(VENV)/.dev
+	$(BIN)/python tests/models/fetch_models.py
 
 figures: $(VENV)/.dev
 	$(BIN)/python tests/figures.py

@@ -25,7 +25,7 @@ app.add_typer(sessions_app, name="sessions")
 app.add_typer(methods_app, name="methods")
 app.add_typer(bench_app, name="bench")
 
-Model = Annotated[str, typer.Option(help="'micro' or a Hugging Face directory.")]
+Model = Annotated[str, typer.Option(help="'micro', a Hugging Face directory or a .gguf file.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object, the last line on stdout.")]
 Db = Annotated[str | None, typer.Option(help="Database: a path or an SQLAlchemy URL. Default: the user's data folder.")]
 Lag = Annotated[int | None, typer.Option(help="Prune each tool result this many results later. Default: never.")]
@@ -120,7 +120,7 @@ def run(
 
 @app.command()
 def serve(
-    model: Annotated[str, typer.Argument(help="'micro' or a Hugging Face directory.")] = "micro",
+    model: Annotated[str, typer.Argument(help="'micro', a Hugging Face directory or a .gguf file.")] = "micro",
     host: Annotated[str, typer.Option(help="Loopback unless you say otherwise.")] = "127.0.0.1",
     port: Annotated[int, typer.Option()] = 8000,
     method: Annotated[str, typer.Option(help="Attention method.")] = "dense",

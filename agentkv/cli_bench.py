@@ -21,7 +21,7 @@ def bench_root() -> None:
 @app.command("world")
 def world(
     seeds: Annotated[str, typer.Option(help="Seeds: '7,8,9' or '0-199'.")] = "0-9",
-    model: Annotated[str, typer.Option(help="'micro' or a Hugging Face directory.")] = "micro",
+    model: Annotated[str, typer.Option(help="'micro', a Hugging Face directory or a .gguf file.")] = "micro",
     families: Annotated[str | None, typer.Option(help="Comma-separated families. Default: all.")] = None,
     max_bytes: Annotated[int, typer.Option(help="Longest task, in bytes of conversation.")] = 8192,
     prune_after: Annotated[int | None, typer.Option(help="Lag. Default: no pruning.")] = None,

@@ -88,14 +88,14 @@ class UnknownModel(BadRequest):
 
     code = "model_not_found"
     http_status = 404
-    default_hint = "Name a Hugging Face directory on this machine, or use the bundled 'micro'"
+    default_hint = "Name a Hugging Face directory or a .gguf file on this machine, or use the bundled 'micro'"
 
 
 class BadModel(BadRequest):
-    """The model directory cannot be served: missing or damaged files, unknown architecture, impossible memory plan."""
+    """The model directory or file cannot be served: missing or damaged files, unknown architecture, impossible memory plan."""
 
     code = "bad_model"
-    default_hint = "Check the directory: config.json, tokenizer.json and complete safetensors are needed"
+    default_hint = "Check it: a directory needs config.json, tokenizer.json and all safetensors; or use one .gguf file"
 
 
 class OrphanResult(BadRequest):

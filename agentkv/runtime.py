@@ -69,8 +69,8 @@ class Session(MemorySession, ToolLoop):
 class Runtime:
     """One model in this process, with sessions.
 
-    model: 'micro' or a Hugging Face directory. method: an attention method by name, or an instance. device, dtype: 'auto' or
-    a name. memory: bytes of the KV arena, or like '2GiB'; None chooses. db: None for no store, a path, an SQLAlchemy URL.
+    model: 'micro', a Hugging Face directory or a .gguf file. method: an attention method by name, or an instance. device,
+    dtype: 'auto' or a name. memory: bytes of the KV arena, or like '2GiB'; None chooses. db: None for no store, a path, a URL.
     window: most logical tokens of a session; None is the model's. page_size: slots of a KV page; None chooses.
 
     Raises UnknownModel, BadModel, UnknownOption, BadRequest and StoreFault. Not closing it leaks nothing past the process.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from agentkv import methods
+from agentkv.engine.checkpoint import find_gguf
 from agentkv.engine.core import EngineConfig
 from agentkv.engine.devices import best_device, device_names, free_memory, usable_device
 from agentkv.engine.llm import LLM
@@ -16,7 +17,7 @@ from agentkv.engine.runner import ModelRunner
 from agentkv.engine.sparse import SparseMethod
 from agentkv.engine.tokenizer import Tokenizer
 from agentkv.engine.worker import EngineWorker
-from agentkv.errors import BadRequest, UnknownModel
+from agentkv.errors import BadRequest
 from agentkv.runtime_backend import EngineBackend
 
 BUNDLED = ("micro",)
@@ -69,12 +70,11 @@ def open_engine(
 
 
 def model_path(model: str | Path) -> Path:
-    """The directory of a bundled model or of a path."""
+    """Where a bundled model or a path lies: a directory, or a .gguf file. UnknownModel where nothing is there."""
     if str(model) in BUNDLED:
         return Path(__file__).resolve().parent / "data" / str(model)
     path = Path(model).expanduser()
-    if not path.is_dir():
-        raise UnknownModel(f"no model directory at {str(model)!r}")
+    find_gguf(path)
     return path
 
 

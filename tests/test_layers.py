@@ -41,6 +41,7 @@ DOORS = {
     "uvicorn": {"server", "cli"},
     "httpx": {"client"},
     "transformers": {"engine/loader", "engine/tokenizer", "world"},
+    "gguf": {"engine/gguf"},
     "flashinfer": {"engine/attention"},
     "torch": {"engine", "kernels", "methods", "world", "bench"},
     "triton": {"kernels"},

@@ -18,7 +18,8 @@ from agentkv.engine.sparse import Lifecycle
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary angles. kind: default, linear or llama3; the other fields are llama3's (factor also linear's)."""
+    """Rotary angles. kind: default, linear, llama3 or factors (what each frequency is divided by, `[head_dim / 2]`, as GGUF
+    files give llama3's scaling); the fields from factor on are llama3's, factor also linear's."""
 
     theta: float = 10000.0
     kind: str = "default"
@@ -26,6 +27,7 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_window: int = 8192
+    factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,8 @@ class Rotary:
             frequency = frequency / config.factor
         elif config.kind == "llama3":
             frequency = _llama3(frequency, config)
+        elif config.kind == "factors":
+            frequency = frequency / torch.tensor(config.factors, dtype=torch.float32, device="cpu")
         self.frequency = frequency
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -121,14 +125,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Grouped-query attention with the lifecycle calls around it."""
 
-    def __init__(self, config: ModelConfig, layer: int, qk_norm: bool) -> None:
+    def __init__(self, config: ModelConfig, layer: int, qk_norm: bool, qkv_bias: bool = False) -> None:
         super().__init__()
         self.layer = layer
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.scale = config.head_dim**-0.5
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        self.qkv_proj = PackedLinear(config.hidden_size, (q_size, kv_size, kv_size), config.attention_bias)
-        self.o_proj = PackedLinear(q_size, (config.hidden_size,), config.attention_bias)
+        self.qkv_proj = PackedLinear(config.hidden_size, (q_size, kv_size, kv_size), qkv_bias or config.attention_bias)
+        self.o_proj = PackedLinear(q_size, (config.hidden_size,), config.attention_bias and not qkv_bias)
         self.q_norm = RMSNorm(self.head_dim, eps=config.norm_eps) if qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, eps=config.norm_eps) if qk_norm else None
         self.qk_weight: Tensor | None = None
@@ -172,11 +176,11 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and MLP, each on a normed residual stream."""
 
-    def __init__(self, config: ModelConfig, layer: int, qk_norm: bool) -> None:
+    def __init__(self, config: ModelConfig, layer: int, qk_norm: bool, qkv_bias: bool = False) -> None:
         super().__init__()
         self.layer = layer
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.self_attn = Attention(config, layer, qk_norm)
+        self.self_attn = Attention(config, layer, qk_norm, qkv_bias)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = MLP(config)
 
@@ -191,10 +195,12 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """A causal language model. Module names are those of the published checkpoints, packed projections apart.
 
-    Subclasses are families: qk_norm says whether queries and keys are normed by head.
+    Subclasses are families: qk_norm says whether queries and keys are normed by head; qkv_bias that queries, keys and values
+    have a bias and the output none, whatever the config says.
     """
 
     qk_norm: ClassVar[bool] = False
+    qkv_bias: ClassVar[bool] = False
     packed: ClassVar[dict[str, tuple[str, ...]]] = {
         "qkv_proj": ("q_proj", "k_proj", "v_proj"),
         "gate_up_proj": ("gate_proj", "up_proj"),
@@ -204,7 +210,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, layer, self.qk_norm) for layer in range(config.num_layers))
+        layers = (DecoderLayer(config, layer, self.qk_norm, self.qkv_bias) for layer in range(config.num_layers))
+        self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.lm_head = None if config.tied else PackedLinear(config.hidden_size, (config.vocab_size,))
         self.rotary = Rotary(config.rope, config.head_dim)

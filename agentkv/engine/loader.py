@@ -1,4 +1,4 @@
-"""Hugging Face directories to a model ready to run. The only place that reads a model's config.json and weights."""
+"""Hugging Face directories and GGUF files to a model ready to run. The only place that reads a model's config and weights."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from agentkv.engine import models
+from agentkv.engine.checkpoint import find_gguf
 from agentkv.engine.core import KVLayout
 from agentkv.engine.layers import Decoder, ModelConfig, PackedLinear, RopeConfig
-from agentkv.errors import BadModel, UnknownModel
+from agentkv.errors import BadModel
+
+if TYPE_CHECKING:
+    from agentkv.engine.gguf import GGUFFile
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -57,26 +61,45 @@ class LoadedModel:
 
 
 def load_model(path: str | Path, *, device: str | torch.device = "cpu", dtype: str | torch.dtype = "auto") -> LoadedModel:
-    """Load a directory.
+    """Load a Hugging Face directory, a .gguf file or a directory that holds one.
 
-    dtype: auto (float32 on the CPU, bfloat16 on CUDA) or a name in DTYPES. UnknownModel where there is no such directory,
-    BadModel where it cannot be served.
+    dtype: auto (float32 on the CPU, bfloat16 on CUDA) or a name in DTYPES; a GGUF's tensors are dequantised to it.
+    UnknownModel where nothing is there, BadModel where it cannot be served.
     """
-    folder = Path(path)
-    if not folder.is_dir():
-        raise UnknownModel(f"no model directory at {str(path)!r}")
     target = torch.device(device)
     kind = resolve_dtype(dtype, target)
-    raw = read_json(folder / "config.json")
+    file = find_gguf(path)
+    folder = Path(path)
+    gguf = _open(file) if file else None
+    raw = gguf.config() if gguf else read_json(folder / "config.json")
     config = read_config(raw)
     with torch.device("meta"):
         model = models.resolve(config.architecture)(config)
-    shards = _Shards(folder)
+    weights: Weights = gguf or _Shards(folder)
     for name, parameter in list(model.named_parameters()):
-        _assign(model, name, _read(shards, model, name, parameter, target, kind))
+        _assign(model, name, _read(weights, model, name, parameter, target, kind))
+    weights.finish()
     model.requires_grad_(False).eval()
     model.prepare()
-    return LoadedModel(model, config, folder, target, kind, _fingerprint(raw, shards.files))
+    return LoadedModel(model, config, file or folder, target, kind, _fingerprint(raw, weights.files))
+
+
+class Weights(Protocol):
+    """Where a model's tensors come from. files: what they lie in."""
+
+    files: list[Path]
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor by its Hugging Face name, on the CPU. BadModel where it is missing or damaged."""
+
+    def finish(self) -> None:
+        """Called once every parameter is filled; BadModel where the model cannot be right."""
+
+
+def _open(file: Path) -> GGUFFile:
+    from agentkv.engine.gguf import GGUFFile  # only here: most models do without the package
+
+    return GGUFFile(file)
 
 
 def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
@@ -142,6 +165,8 @@ def _check_shape(config: ModelConfig) -> None:
             f"config.json: {config.num_heads} attention heads over {config.num_kv_heads} KV heads of {config.head_dim}",
             hint="Heads must divide evenly, and head_dim must be even",
         )
+    if config.rope.kind == "factors" and len(config.rope.factors) != config.head_dim // 2:
+        raise BadModel(f"{len(config.rope.factors)} rotary factors for heads of {config.head_dim}")
 
 
 def _architecture(raw: dict[str, Any]) -> str:
@@ -160,9 +185,18 @@ def _refuse_unserved(raw: dict[str, Any], architecture: str) -> None:
         raise BadModel("quantized checkpoints are not served", hint="Use the bf16 checkpoint of the model")
     if raw.get("hidden_act", "silu") != "silu":
         raise BadModel(f"activation {raw['hidden_act']!r} is not served for {architecture}", hint="Served: silu")
-    sliding = "sliding_attention" in (raw.get("layer_types") or ())
-    if sliding or raw.get("use_sliding_window"):
+    if _slides(raw):
         raise BadModel("sliding window layers are not served yet", hint="Use a checkpoint with full attention")
+
+
+def _slides(raw: dict[str, Any]) -> bool:
+    """Whether a layer really has a sliding window: Qwen's configs also name one that is off, or that begins past the end."""
+    if raw.get("layer_types"):
+        return "sliding_attention" in raw["layer_types"]
+    if not raw.get("use_sliding_window") or raw.get("sliding_window", 0) is None:
+        return False
+    first, count = raw.get("max_window_layers"), raw.get("num_hidden_layers")
+    return not (isinstance(first, int) and isinstance(count, int) and first >= count)
 
 
 def _read_rope(raw: dict[str, Any]) -> RopeConfig:
@@ -171,7 +205,7 @@ def _read_rope(raw: dict[str, Any]) -> RopeConfig:
     given |= raw.get("rope_scaling") or {}
     given |= raw.get("rope_parameters") or {}
     kind = str(given.get("rope_type", given.get("type", "default")))
-    if kind not in ("default", "linear", "llama3"):
+    if kind not in ("default", "linear", "llama3", "factors"):
         raise BadModel(f"rope scaling {kind!r} is not served", hint="Served: default, linear, llama3")
     if float(given.get("partial_rotary_factor", 1.0)) != 1.0:
         raise BadModel("a partial rotary embedding is not served")
@@ -180,6 +214,8 @@ def _read_rope(raw: dict[str, Any]) -> RopeConfig:
         return RopeConfig(theta)
     if kind == "linear":
         return RopeConfig(theta, kind, float(given["factor"]))
+    if kind == "factors":
+        return RopeConfig(theta, kind, factors=tuple(float(each) for each in given["factors"]))
     return RopeConfig(
         theta=theta,
         kind=kind,
@@ -224,6 +260,9 @@ class _Shards:
                 raise BadModel(f"weight shard {path.name} is damaged or truncated: {error}", hint=_AGAIN) from None
         return self._open[path]
 
+    def finish(self) -> None:
+        """Nothing to check: directories often hold tensors beside the decoder's."""
+
     def tensor(self, name: str) -> Tensor:
         """One tensor, on the CPU in the file's dtype."""
         path = self.where.get(name)
@@ -236,23 +275,25 @@ class _Shards:
         return found
 
 
-def _read(shards: _Shards, model: Decoder, name: str, parameter: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+def _read(weights: Weights, model: Decoder, name: str, parameter: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     """One of our parameters, packed from its sources, each of the expected shape."""
     sources = model.source_names(name)
     owner = model.get_submodule(name.rpartition(".")[0])
     sizes = owner.sizes if isinstance(owner, PackedLinear) else (parameter.shape[0],)
-    whole = torch.empty(parameter.shape, dtype=dtype, device=device)
-    start = 0
+    found = []
     for source, size in zip(sources, sizes, strict=True):
-        tensor = shards.tensor(source)
+        found.append(weights.tensor(source))
         expected = (size, *parameter.shape[1:])
-        if tuple(tensor.shape) != expected:
+        if tuple(found[-1].shape) != expected:
             raise BadModel(
-                f"{source!r} has shape {list(tensor.shape)}, the config asks for {list(expected)}",
-                hint="The checkpoint does not match its config.json",
+                f"{source!r} has shape {list(found[-1].shape)}, the config asks for {list(expected)}",
+                hint="The checkpoint does not match its config",
             )
-        whole[start : start + size] = tensor.to(device)
-        start += size
+    whole = torch.empty(parameter.shape, dtype=dtype, device=device)  # not before: a wrong config may ask for any size
+    start = 0
+    for tensor in found:
+        whole[start : start + len(tensor)] = tensor.to(device)
+        start += len(tensor)
     return whole
 
 

@@ -8,27 +8,33 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 from tokenizers import Tokenizer as Backend
+from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from agentkv.errors import BadModel, BadRequest, UnknownModel
+from agentkv.engine.checkpoint import find_gguf
+from agentkv.errors import BadModel, BadRequest
+
+if TYPE_CHECKING:
+    from agentkv.engine.gguf import GGUFFile
 
 _TOOL_WORDS = ("tool", "python_tag", "function")  # a special token with one of these in its text is kept when decoding
 _HALF = "\N{REPLACEMENT CHARACTER}"
 _BLANK = "\u2581"  # a space, in vocabularies of the sentencepiece kind
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
+_DIGITS = ("smollm", "starcoder", "refact")  # splits of GGUF files: each digit alone, then as GPT-2
 _MOST_HELD = 16  # tokens; longer is no character but bytes that are not text
 
 
 class Tokenizer:
     """Text to token ids and back, and the chat template. Immutable; safe to share between threads."""
 
-    def __init__(self, inner: Any, generation: Mapping[str, Any]) -> None:
+    def __init__(self, inner: Any, generation: Mapping[str, Any], backend: Backend | None = None) -> None:
         self._inner = inner
-        self._backend: Backend = inner.backend_tokenizer
+        self._backend: Backend = backend or inner.backend_tokenizer
         self._added = {each_id: each.content for each_id, each in self._backend.get_added_tokens_decoder().items()}
         self._plain = _without_added(self._backend)
         special = {each_id for each_id, each in self._backend.get_added_tokens_decoder().items() if each.special}
@@ -41,22 +47,31 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """Load from a model directory. UnknownModel where there is none, BadModel where it has no usable tokenizer."""
-        folder = Path(path)
-        if not folder.is_dir():
-            raise UnknownModel(f"no model directory at {str(path)!r}")
+        """Load from a model directory or a GGUF file. UnknownModel where there is none, BadModel where no tokenizer is usable.
+
+        A tokenizer.json is read as it is, also beside a GGUF file; else a GGUF's own vocabulary is converted.
+        """
+        file = find_gguf(path)
+        folder = file.parent if file else Path(path)
         exact = (folder / "tokenizer.json").is_file()  # read as it is, not rebuilt by a family's class
-        kind: Any = PreTrainedTokenizerFast if exact else AutoTokenizer
+        kind: Any = PreTrainedTokenizerFast if exact or file else AutoTokenizer
+        hint = "tokenizer.json is needed" + (", beside the file" if file else "")
+        options = {"gguf_file": file.name} if file and not exact else {}
         try:
-            inner = kind.from_pretrained(str(folder), local_files_only=True)
+            inner = kind.from_pretrained(str(folder), local_files_only=True, **options)
             backend = inner.backend_tokenizer
         except Exception as error:  # noqa: BLE001 - the library raises many kinds, down to bare Exception
-            why = "cannot be read" if exact else "is missing"
-            raise BadModel(f"the tokenizer in {folder} {why}: {_first_line(error)}", hint="tokenizer.json is needed") from None
+            why = "cannot be read" if exact or file else "is missing"
+            raise BadModel(f"the tokenizer in {file or folder} {why}: {_first_line(error)}", hint=hint) from None
         if backend.get_vocab_size() == 0:
-            raise BadModel(f"the tokenizer in {folder} is empty", hint="tokenizer.json is needed")
-        loaded = cls(inner, _generation(folder))
-        loaded._check_template(folder)
+            raise BadModel(f"the tokenizer in {file or folder} is empty", hint=hint)
+        generation = _generation(folder)
+        if file is not None:
+            gguf = _open(file)
+            generation = {"eos_token_id": gguf.end_ids()}
+            backend = backend if exact else _corrected(backend, gguf)
+        loaded = cls(inner, generation, backend)
+        loaded._check_template(file or folder)
         return loaded
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
@@ -166,16 +181,17 @@ class Tokenizer:
             return next((each for each in ids if each in self._added), None)
         return None
 
-    def _check_template(self, folder: Path) -> None:
+    def _check_template(self, place: Path) -> None:
         try:
             self._inner.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
         except jinja2.TemplateSyntaxError as error:
-            raise BadModel(f"the chat template in {folder} does not parse: {_first_line(error)}") from None
+            raise BadModel(f"the chat template in {place} does not parse: {_first_line(error)}") from None
         except Exception:  # noqa: BLE001 - a template may refuse this probe; what matters is that there is one
             if not self._inner.chat_template:
-                raise BadModel(
-                    f"{folder} has no chat template", hint="Add chat_template.jinja, or chat_template in tokenizer_config.json"
-                ) from None
+                hint = "Add chat_template.jinja, or chat_template in tokenizer_config.json"
+                if place.is_file():
+                    hint = "Put the model's tokenizer.json and tokenizer_config.json with a chat_template beside the file"
+                raise BadModel(f"{place} has no chat template", hint=hint) from None
 
 
 class Detokenizer:
@@ -226,6 +242,35 @@ def _without_added(backend: Backend) -> Backend:
     spec["added_tokens"] = []
     spec["post_processor"] = None
     return Backend.from_str(json.dumps(spec))
+
+
+def _open(file: Path) -> GGUFFile:
+    from agentkv.engine.gguf import GGUFFile  # only here: most models do without the package
+
+    return GGUFFile(file)
+
+
+def _corrected(converted: Backend, gguf: GGUFFile) -> Backend:
+    """The library's conversion of a file's vocabulary, without the tokens that it invents and with the file's split of text.
+
+    BadModel where that split is not known: the library would split like GPT-2 and say nothing.
+    """
+    spec = json.loads(converted.to_str())
+    most = gguf.count("tokenizer.ggml.tokens")
+    spec["added_tokens"] = [each for each in spec["added_tokens"] if each["id"] < most]
+    backend = Backend.from_str(json.dumps(spec))
+    split = str(gguf.meta("tokenizer.ggml.pre", "none"))
+    if gguf.meta("tokenizer.ggml.model") != "gpt2" or split == "gpt-2":
+        return backend
+    if split in _DIGITS:
+        digits, rest = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, rest])
+    elif isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel):
+        raise BadModel(
+            f"{gguf.path.name} splits text in a way that is not known here: tokenizer.ggml.pre is {split!r}",
+            hint="Put the model's tokenizer.json and tokenizer_config.json beside the file",
+        )
+    return backend
 
 
 def _generation(folder: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from agentkv.engine.core import GRANULE, Batch, EngineConfig, RowWork
 from agentkv.engine.loader import LoadedModel, load_model
 from agentkv.engine.runner import ModelRunner
 from agentkv.types import Sampling
+
+sys.path.insert(0, str(Path(__file__).parent))  # lets the tests of this folder import their helper by name
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 VOCAB = 97
@@ -86,7 +89,7 @@ class Host:
 
 
 def _hf_config(family: str) -> Any:
-    from transformers import LlamaConfig, Qwen3Config
+    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
     shared: dict[str, Any] = {
         "vocab_size": VOCAB,
@@ -102,6 +105,9 @@ def _hf_config(family: str) -> Any:
     }
     if family == "qwen3":
         return Qwen3Config(**shared, tie_word_embeddings=True)
+    if family.startswith("qwen2"):
+        del shared["head_dim"]  # Qwen2 has no such field: hidden_size / heads
+        return Qwen2Config(**shared, tie_word_embeddings=family == "qwen2-tied")
     rope = {
         "rope_type": "llama3",
         "rope_theta": 500.0,

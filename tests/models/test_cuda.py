@@ -42,7 +42,7 @@ def play(loaded: Any, rows: int, memory: int = 64 << 20, first_unit: int = 0) ->
     return torch.cat(outs)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-3), ("float64", 1e-9), ("bfloat16", 0.06)])
 def test_logits_on_a_gpu(checkpoint: Any, family: str, dtype: str, tolerance: float) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False

@@ -90,6 +90,23 @@ def test_configs_that_would_be_computed_wrongly(folder: Path, changes: dict[str,
     refused(folder, word)
 
 
+@pytest.mark.parametrize("use", [True, False])
+@pytest.mark.parametrize("window", [None, 64])
+@pytest.mark.parametrize("first", [0, 2, 3, 28])
+def test_a_sliding_window_is_refused_where_transformers_has_one(use: bool, window: int | None, first: int) -> None:
+    from transformers import Qwen2Config
+
+    said = {"use_sliding_window": use, "sliding_window": window, "max_window_layers": first, "num_hidden_layers": 3}
+    raw = Qwen2Config(**said).to_dict() | said | {"architectures": ["Qwen2ForCausalLM"]}
+    slides = "sliding_attention" in raw.pop("layer_types")
+    assert slides == (use and window is not None and first < 3)
+    if slides:
+        with pytest.raises(BadModel, match="sliding"):
+            read_config(raw)
+    else:
+        assert read_config(raw).num_layers == 3
+
+
 def test_a_truncated_shard(folder: Path) -> None:
     path = shards(folder)[1]
     path.write_bytes(path.read_bytes()[:-100])

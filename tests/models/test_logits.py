@@ -9,7 +9,7 @@ import torch
 
 from agentkv.engine.core import Batch
 
-FAMILIES = ["llama", "llama-biased", "qwen3", "micro"]
+FAMILIES = ["llama", "llama-biased", "qwen2", "qwen2-tied", "qwen3", "micro"]
 TOLERANCE = {"float32": 1e-4, "float64": 1e-9}
 
 
@@ -55,7 +55,7 @@ def test_64_greedy_tokens_equal_transformers_generate(model: Any, twin: Any, hos
     assert host(model(family, "float32"), 16).greedy(0, prompt, 64) == want
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_a_mixed_batch_equals_each_row_alone(model: Any, host: Any, family: str) -> None:
     """A decode, a chunk with history, a fresh prompt and a second decode, out of order, in one step."""
     loaded = model(family, "float64")
@@ -90,7 +90,7 @@ def test_an_empty_batch_still_updates_the_table(model: Any, host: Any) -> None:
     assert mine.runner.pages.table[1, 2:4].tolist() == [7, 9]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_pruned_slots_are_gone_and_positions_stay(model: Any, twin: Any, host: Any, family: str) -> None:
     """Slots [5, 11) of 30 are removed in place; 12 more tokens follow at positions 30 on, slots 24 on."""
     tokens = tokens_of(42, 9)

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 ARCHITECTURES: dict[str, str] = {
     "LlamaForCausalLM": "agentkv.engine.models.llama:Llama",
+    "Qwen2ForCausalLM": "agentkv.engine.models.qwen2:Qwen2",
     "Qwen3ForCausalLM": "agentkv.engine.models.qwen3:Qwen3",
 }
 """Architecture -> "module:Class"."""
