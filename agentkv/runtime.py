@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
-from agentkv.errors import AgentkvError, BadRequest, UnknownOption
+from agentkv.errors import AgentkvError, BadRequest, Conflict, UnknownOption
 from agentkv.memory.continuation import ContinuationIndex
 from agentkv.memory.session import Session as MemorySession
+from agentkv.memory.span import new_id
 from agentkv.tools.registry import Toolbox
 from agentkv.tools.run import ToolLoop
 from agentkv.types import Policy, Sampling, SessionInfo, Turn, options_of
@@ -54,6 +55,17 @@ class Session(MemorySession, ToolLoop):
         """Is a turn running now?"""
         return self.running
 
+    @property
+    def id(self) -> str:
+        """Name of the session among its tenant's."""
+        return super().id.removeprefix(_stored_id(self.tenant, ""))
+
+    def fork(self, at: int | None = None, *, session_id: str | None = None) -> Self:
+        """A child that shares everything up to turn `at`, or up to now. session_id: its name; Conflict where that is taken."""
+        if session_id is not None and self._runtime is not None:
+            self._runtime.check_new(session_id, self.tenant)
+        return super().fork(at, session_id=_stored_id(self.tenant, session_id or new_id("s")))
+
     def _inherit(self, parent: Self) -> None:
         self.toolbox, self._runtime = parent.toolbox, parent._runtime
         if self._runtime is not None:
@@ -61,9 +73,11 @@ class Session(MemorySession, ToolLoop):
 
     def close(self) -> None:
         """Free its KV; a running turn is rolled back. The transcript stays in the store: `Runtime.resume` reopens it."""
-        super().close()
-        if self._runtime is not None:
-            self._runtime.forget(self)
+        try:
+            super().close()
+        finally:
+            if self._runtime is not None:
+                self._runtime.forget(self)
 
 
 class Runtime:
@@ -177,12 +191,12 @@ class Runtime:
         with self._lock:
             if self._closed:
                 raise self._gone()
-            if id is not None and (tenant, id) in self._live:
-                raise BadRequest(f"a session {id!r} is open", hint="Resume it, or take another id", param="id")
+            if id is not None:
+                self.check_new(id, tenant)
             made = Session(
                 self._engine.backend,
                 self._store,
-                session_id=_checked_id(id),
+                session_id=_stored_id(tenant, id or new_id("s")),
                 system=system,
                 tools=toolbox.schemas,
                 policy=_policy(policy),
@@ -203,18 +217,20 @@ class Runtime:
         with self._lock:
             if self._closed:
                 raise self._gone()
-            found = self._fresh(self._live.get((tenant, id)))
+            found = self._fresh(self._live.get((tenant, _checked_id(id))))
             if found is None:
                 if self._store is None:
                     raise _no_session(id)
-                found = self.adopt(Session.resume(self._engine.backend, self._store, id, salt=tenant, tenant=tenant))
+                found = self.adopt(
+                    Session.resume(self._engine.backend, self._store, _stored_id(tenant, id), salt=tenant, tenant=tenant)
+                )
             if toolbox is not None:
                 found.toolbox = toolbox
             return found
 
     def _fresh(self, live: Session | None) -> Session | None:
         """The live session, unless the store has gone on without it (another process edited or deleted it): then none."""
-        if live is None or live.running or self._store is None or self._store.version(live.chain_id) == live.version:
+        if live is None or live.running or not (live.closed or live.stale):
             return live
         self._discard(live)
         return None
@@ -227,7 +243,10 @@ class Runtime:
 
     def sessions(self, *, tenant: str = "") -> list[SessionInfo]:
         """All sessions of a tenant: those in the store, and the live ones that have none."""
-        rows = {info.id: info for info in self._store.list(tenant)} if self._store is not None else {}
+        stored = self._store.list(tenant) if self._store is not None else []
+        prefix = _stored_id(tenant, "")
+        rows: dict[str, SessionInfo] = {info.id.removeprefix(prefix): info for info in stored}
+        rows = {id: info.replace(id=id) for id, info in rows.items()}
         for live in self._live_ones():
             if live.tenant == tenant and (self._store is None or live.id in rows):
                 info = live.info()
@@ -238,14 +257,22 @@ class Runtime:
     def delete(self, id: str, *, tenant: str = "") -> None:
         """Close a session and remove its text."""
         with self._lock:
-            live = self._live.get((tenant, id))
+            live = self._live.get((tenant, _checked_id(id)))
             if live is not None:
                 self._discard(live)
         if self._store is not None:
-            self._store.delete(id, tenant=tenant)
+            self._store.delete(_stored_id(tenant, id), tenant=tenant)
         elif live is None:
             raise _no_session(id)
         self.continuation.forget(tenant, id)
+
+    def check_new(self, id: str, tenant: str) -> None:
+        """Refuse a name that is no name (BadRequest) or that a session of the tenant has (Conflict)."""
+        taken = (tenant, _checked_id(id)) in self._live
+        if not taken and self._store is not None:
+            taken = self._store.known(_stored_id(tenant, id))
+        if taken:
+            raise Conflict(f"a session {id!r} exists", hint="Resume it, delete it, or take another id")
 
     def adopt(self, session: Session) -> Session:
         """Take a session (new, resumed or forked) among the live ones."""
@@ -344,9 +371,12 @@ def list_methods() -> list[dict[str, Any]]:
     return runtime_engine.list_methods()
 
 
-def _checked_id(id: str | None) -> str | None:
-    if id is None:
-        return None
+def _stored_id(tenant: str, id: str) -> str:
+    """The name a store knows a session by: names are each tenant's own."""
+    return f"{tenant}/{id}" if tenant else id
+
+
+def _checked_id(id: str) -> str:
     if not (isinstance(id, str) and 0 < len(id) <= 200 and id.isprintable() and "/" not in id):
         raise BadRequest(f"id={id!r}: 1 to 200 printable characters, no slash", param="id")
     return id

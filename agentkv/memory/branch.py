@@ -146,7 +146,10 @@ class Branch:
 
     def pick(self, spans: Any) -> list[Record]:
         """The records that spans, span ids or call ids name, each once."""
-        given = [spans] if isinstance(spans, (str, Span)) else list(spans)
+        try:
+            given = [spans] if isinstance(spans, (str, Span)) else list(spans)
+        except TypeError:
+            raise BadRequest(f"{spans!r} names no span", hint="Take one from session.spans()", param="span") from None
         picked: dict[str, Record] = {}
         for item in given:
             name = item.id if isinstance(item, Span) else item

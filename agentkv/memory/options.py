@@ -19,7 +19,8 @@ def merged(defaults: Sampling, options: Mapping[str, Any]) -> Sampling:
     if given.get("logprobs") is False:
         given.setdefault("top_logprobs", 0)  # without them the session's number means nothing
     if "stop" in given:
-        given["stop"] = (given["stop"],) if isinstance(given["stop"], str) else tuple(given["stop"])
+        stop = given["stop"]
+        given["stop"] = tuple(stop) if isinstance(stop, list | tuple) else (stop,)  # Sampling checks what is in it
     sampling: Sampling = defaults.replace(**given)
     return Sampling(**{name: getattr(sampling, name) for name in Sampling.__struct_fields__})
 
@@ -50,7 +51,7 @@ def check_served(tool_choice: Any, response_format: Any, timeout: float | None) 
         raise not_served(f"tool_choice={tool_choice!r}", "Use 'auto' or 'none'", None)
     if response_format not in (None, "text", {"type": "text"}):
         raise not_served("response_format", "Ask for the format in the prompt and check the answer", None)
-    if timeout is not None and not timeout > 0:
+    if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
         raise BadRequest(f"timeout={timeout!r}: seconds above 0, or None", param="timeout")
 
 

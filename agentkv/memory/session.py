@@ -362,7 +362,7 @@ class Session(Standing):
         branch = self._branch
         running = branch.running
         if running is not None:
-            running.abandon()
+            running.end()
         with branch.lock, branch.kept():
             if branch.closed:
                 return

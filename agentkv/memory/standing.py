@@ -71,9 +71,11 @@ class Standing:
         return self._branch.closed
 
     @property
-    def version(self) -> int:
-        """How often its branch was written to the store, as far as this process knows."""
-        return self._branch.journal.version
+    def stale(self) -> bool:
+        """Has the store gone on without this process (or let go of the session)?"""
+        with self._branch.lock:
+            journal = self._branch.journal
+            return journal.store is not None and journal.store.version(self.chain_id) != journal.version
 
     @property
     def running(self) -> bool:

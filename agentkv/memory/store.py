@@ -144,6 +144,11 @@ class SessionStore:
             raise BadRequest(f"session {session_id!r} has no chain {chain_id!r}", hint="Leave chain_id out to open its first")
         return session, chain
 
+    def known(self, session_id: str) -> bool:
+        """Is there a session of that id?"""
+        with self._read("looking up a session") as db:
+            return db.execute(select(sessions.c.id).where(sessions.c.id == session_id)).first() is not None
+
     def version(self, chain_id: str) -> int | None:
         """How often the branch was written to; None for one that is not (or no longer) there."""
         with self._read("looking up a branch") as db:

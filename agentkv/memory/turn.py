@@ -32,6 +32,7 @@ class RunningTurn:
         self._cancelled = False
         self._timed_out = False
         self._decided = False  # too late to cancel
+        self._started = threading.Event()  # the engine has it, or it failed to start
         self._began = time.perf_counter()
         self.turn: Turn | None = None
 
@@ -65,6 +66,14 @@ class RunningTurn:
         except BaseException:
             self.abandon()
             raise
+        finally:
+            self._started.set()
+
+    def end(self) -> None:
+        """Cancel from another thread and wait until the turn holds nothing: one that is just starting must not start later."""
+        self.cancel()
+        self._started.wait()
+        self.abandon()
 
     def _begin(self) -> None:
         branch = self._branch

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from agentkv.errors import AgentkvError, UnknownOption
+from agentkv.errors import AgentkvError, EngineFault, UnknownOption
 from agentkv.server.auth import Auth
 from agentkv.server.chat import Chat
 from agentkv.server.job import Threads
@@ -108,7 +108,13 @@ def add_errors(app: FastAPI, metrics: Metrics) -> None:
         metrics.failed("other", known.code)
         return json_response(error_object(known), status, getattr(error, "headers", None))
 
+    async def foreign(request: Request, error: Exception) -> Response:
+        fault = EngineFault(f"internal error: {type(error).__name__}: {error}")
+        metrics.failed(_route(request), fault.code)
+        return error_response(fault)
+
     app.add_exception_handler(AgentkvError, ours)
+    app.add_exception_handler(Exception, foreign)
     app.add_exception_handler(HTTPException, http)
 
 

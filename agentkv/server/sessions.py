@@ -73,7 +73,7 @@ class Sessions:
         sampling = body.get("sampling") or {}
         if not isinstance(sampling, dict):
             raise BadRequest("sampling: an object", param="sampling")
-        taken = sorted(sampling.keys() & {*OPEN, "tenant", "kind", "template_args"})
+        taken = sorted(sampling.keys() & {*OPEN, "self", "tenant", "kind", "template_args"})
         if taken:
             raise UnknownOption(f"sampling: {taken[0]!r} is not a sampling option", param=taken[0])
         if isinstance(sampling.get("stop"), list):

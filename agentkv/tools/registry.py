@@ -60,6 +60,8 @@ class Toolbox:
 
     def __init__(self, tools: Iterable[Any] = ()) -> None:
         self._tools: dict[str, Tool] = {}
+        if isinstance(tools, str | Mapping) or not isinstance(tools, Iterable):
+            raise BadRequest(f"tools={tools!r}: a list of functions or OpenAI schemas", param="tools")
         for given in tools:
             made = given if isinstance(given, Tool) else _tool_of(given)
             if made.name in self._tools:

@@ -29,7 +29,12 @@ _TRIMS: tuple[Callable[[str], str], ...] = (
     lambda text: text.rstrip("\n"),
     lambda text: text.strip("\n"),
 )
-_FIXED_ARGUMENTS = ("messages", "conversation", "tools", "add_generation_prompt")
+# Not variables of a template: what agentkv sets itself, and options of the renderer (another template would be code to run).
+_FIXED_ARGUMENTS = (
+    "messages", "conversation", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template",
+    "self", "tokenize", "tokenizer_kwargs", "padding", "truncation", "max_length", "add_special_tokens", "return_tensors",
+    "return_dict", "return_assistant_tokens_mask", "processor_kwargs",
+)  # fmt: skip
 
 
 class TemplateTokenizer(Protocol):
@@ -166,7 +171,7 @@ class Renderer:
         """Ids of the new messages and the generation prompt, as `KVBackend.render` describes them."""
         clash = sorted(set(template_args) & set(_FIXED_ARGUMENTS))
         if clash:
-            raise BadRequest(f"template argument {clash[0]!r} is set by agentkv", param=clash[0])
+            raise BadRequest(f"{clash[0]!r} is not a variable of the chat template: agentkv sets it", param=clash[0])
         reason = ""
         for variant in _variants(messages, first, system):
             job = _Job(self._tokenizer, messages, system, tools, template_args, variant)

@@ -34,6 +34,12 @@ def serving(runtime: Runtime, **options: Any) -> Iterator[str]:
         thread.join(timeout=30)
 
 
+@pytest.fixture
+def serve() -> Any:
+    """`serving`, for tests that need a server of their own."""
+    return serving
+
+
 @pytest.fixture(scope="module")
 def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runtime]:
     with Runtime("micro", memory="256MiB", db=tmp_path_factory.mktemp("face") / "face.db") as opened:
