@@ -81,6 +81,9 @@ def model_path(model: str | Path) -> Path:
 def engine_config(loaded: LoadedModel, memory: int | str | None, window: int | None, page_size: int | None) -> EngineConfig:
     """Sizes for this model on its device; what is None is chosen."""
     on_cpu = loaded.device.type == "cpu"
+    for name, value in (("window", window), ("page_size", page_size)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise BadRequest(f"{name}={value!r}: an int", param=name)
     if window is not None and not 1 < window <= loaded.window:
         raise BadRequest(f"window={window}: 2 to the model's {loaded.window}", param="window")
     if page_size is not None and not 1 <= page_size <= 1024:
@@ -101,7 +104,7 @@ def parse_memory(memory: int | str) -> int:
     unit = text[len(number) :] or "B"
     try:
         size = int(float(number) * UNITS[unit])
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, OverflowError):
         raise BadRequest(f"memory={memory!r}: bytes, or like '2GiB' or '500MB'", param="memory") from None
     if size < 1:
         raise BadRequest(f"memory={memory!r}: must be positive", param="memory")

@@ -11,6 +11,7 @@ from agentkv.engine.core import RowWork
 from agentkv.engine.penalties import altered, alters
 
 _MASK32 = 0xFFFFFFFF
+_COLDEST = 1e-6  # colder is greedy anyway, and would overflow
 
 
 def sample(logits: Tensor, works: Sequence[RowWork]) -> Tensor:
@@ -43,7 +44,7 @@ def _draw(logits: Tensor, works: Sequence[RowWork]) -> Tensor:
     """Draw by the largest logit plus Gumbel noise, float64 `[num_rows, vocab_size]`."""
     device = logits.device
     temperature = torch.tensor([work.sampling.temperature for work in works], dtype=torch.float64, device=device)
-    scaled = logits / temperature.unsqueeze(1)
+    scaled = logits / temperature.clamp_min(_COLDEST).unsqueeze(1)
     if any(work.sampling.top_k or work.sampling.top_p < 1 for work in works):
         scaled = _limit(scaled, works)
     if any(work.sampling.min_p for work in works):

@@ -140,3 +140,21 @@ def test_a_session_that_another_process_edited_is_reopened(tmp_path: Path) -> No
             one.resume(session.id)
         assert session.id not in [row.id for row in one.sessions()]
         one.check()
+
+
+def test_a_temperature_near_zero_is_greedy(runtime: Runtime) -> None:
+    texts = []
+    for temperature in (0.0, 1e-310):
+        session = runtime.session()
+        session.add_user("code of abc?")
+        texts.append(session.generate(max_tokens=16, temperature=temperature).text)
+        session.close()
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    "options", [{"window": "3"}, {"memory": float("inf")}, {"device": "foo"}, {"device": "cuda:99"}], ids=str
+)
+def test_a_runtime_of_wrong_types_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(BadRequest):
+        Runtime("micro", db=None, **options)
