@@ -199,12 +199,11 @@ def test_a_changed_message_is_a_miss_that_names_it(client):
 def test_a_busy_chain_is_forked_and_an_explicit_one_answers_409(client, served, until):
     first = ask(client, [user("one")], extra_body={"prompt_cache_key": "k"})
     history = [user("one"), {"role": "assistant", "content": "echo: one"}, user("slow " * 20)]
-    served.runtime.delay = 0.05
+    served.runtime.delay = 0.2
     replies = []
     work = threading.Thread(target=lambda: replies.append(ask(client, history, extra_body={"prompt_cache_key": "k"})))
     work.start()
     until(lambda: served.runtime.running == 1)
-    served.runtime.delay = 0.0
     explicit = {"agentkv": {"chain_id": first.agentkv["chain_id"]}}
     with pytest.raises(openai.ConflictError) as error:
         ask(client, history[:2] + [user("three")], extra_body=explicit)
@@ -213,6 +212,7 @@ def test_a_busy_chain_is_forked_and_an_explicit_one_answers_409(client, served, 
     quick = ask(client, history[:2] + [user("three")], extra_body={"prompt_cache_key": "k"})
     assert quick.agentkv["session_id"] != first.agentkv["session_id"]
     assert quick.usage.prompt_tokens_details.cached_tokens > 0
+    served.runtime.delay = 0.0
     work.join()
     assert replies[0].agentkv["session_id"] == first.agentkv["session_id"]
 
