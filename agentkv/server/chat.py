@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from starlette.responses import Response, StreamingResponse
 from agentkv.errors import AgentkvError, BadRequest
 from agentkv.server.auth import Auth, salt_of
 from agentkv.server.job import Job, Threads
-from agentkv.server.metrics import Metrics, log_line
+from agentkv.server.metrics import Metrics
 from agentkv.server.ports import ConversationPort, RuntimePort, SessionPort, StreamPort, begun_of
 from agentkv.server.seats import Seat, Seats
 from agentkv.server.wire import (
@@ -69,7 +68,7 @@ class Chat:
         except BaseException:
             job.stop()
             raise
-        self._account(job, turn)
+        self._log(self._metrics.answered(ROUTE, turn, job.started, job.first_event))
         return json_response(reply.completion(turn, extension))
 
     def answer(self, tenant: str, ask: ChatRequest, job: Job[Answer]) -> Answer:
@@ -124,7 +123,7 @@ class Chat:
             turn, extension = await job.finish()
             if not opened:  # a turn without a single token
                 yield sse(reply.chunk({"role": "assistant", "content": ""}, agentkv=extension, **blank))
-            self._account(job, turn)
+            self._log(self._metrics.answered(ROUTE, turn, job.started, job.first_event))
             yield sse(reply.chunk({}, turn.finish_reason, (turn.logprobs or ())[sent:], **blank))
             if ask.include_usage:
                 yield sse(reply.usage_chunk(turn.usage))
@@ -134,13 +133,6 @@ class Chat:
         finally:
             job.stop()
         yield sse("[DONE]")
-
-    def _account(self, job: Job[Answer], turn: Turn) -> None:
-        seconds = time.monotonic() - job.started
-        if job.first_event is not None:
-            self._metrics.first_token(ROUTE, job.first_event - job.started)
-        self._metrics.turn(ROUTE, turn, seconds)
-        self._log(log_line(turn, seconds))
 
 
 class Opening(TextDelta, frozen=True, kw_only=True, tag="opening"):

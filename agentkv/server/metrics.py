@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -65,16 +66,15 @@ class Metrics:
             "agentkv_request_seconds", "Arrival to last token", ["route"], buckets=SECONDS, registry=self.registry
         )
 
-    def first_token(self, route: str, seconds: float) -> None:
-        """The first token of a request was made."""
-        self._first.labels(route).observe(seconds)
-
     def failed(self, route: str, code: str) -> None:
         """A request ended in an error (or its client was gone: 'cancelled')."""
         self._requests.labels(route, code).inc()
 
-    def turn(self, route: str, turn: Turn, seconds: float) -> None:
-        """A turn was committed and answered."""
+    def answered(self, route: str, turn: Turn, started: float, first_event: float | None) -> str:
+        """A turn was committed and answered; returns its log line. Times are of the monotonic clock."""
+        seconds = time.monotonic() - started
+        if first_event is not None:
+            self._first.labels(route).observe(first_event - started)
         self._requests.labels(route, "ok").inc()
         self._whole.labels(route).observe(seconds)
         for kind in TOKENS:
@@ -83,6 +83,7 @@ class Metrics:
         self._spans.inc(len(turn.pruned_now))
         if turn.miss is not None:
             self._misses.labels(turn.miss.reason).inc()
+        return log_line(turn, seconds)
 
     def render(self) -> bytes:
         """The text exposition."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
@@ -13,7 +12,7 @@ from starlette.responses import Response, StreamingResponse
 from agentkv.errors import AgentkvError, BadRequest, UnknownOption
 from agentkv.server.auth import Auth
 from agentkv.server.job import Job, Threads
-from agentkv.server.metrics import Metrics, log_line
+from agentkv.server.metrics import Metrics
 from agentkv.server.ports import RuntimePort, SessionPort, exactness_of
 from agentkv.server.seats import Seats
 from agentkv.server.wire import error_object, json_response, read_object, sse
@@ -147,7 +146,7 @@ class Sessions:
         except BaseException:
             job.stop()
             raise
-        self._account(job, turn)
+        self._log(self._metrics.answered(ROUTE, turn, job.started, job.first_event))
         return json_response(turn)
 
     async def _events(self, job: Job[Turn], first: Event | None) -> AsyncIterator[bytes]:
@@ -157,7 +156,7 @@ class Sessions:
                 yield sse(event)
                 event = await job.next()
             turn = await job.finish()
-            self._account(job, turn)
+            self._log(self._metrics.answered(ROUTE, turn, job.started, job.first_event))
             yield sse(TurnDone(turn=turn))
         except AgentkvError as error:
             self._metrics.failed(ROUTE, error.code)
@@ -165,13 +164,6 @@ class Sessions:
         finally:
             job.stop()
         yield sse("[DONE]")
-
-    def _account(self, job: Job[Turn], turn: Turn) -> None:
-        seconds = time.monotonic() - job.started
-        if job.first_event is not None:
-            self._metrics.first_token(ROUTE, job.first_event - job.started)
-        self._metrics.turn(ROUTE, turn, seconds)
-        self._log(log_line(turn, seconds))
 
 
 def session_object(session: SessionPort) -> dict[str, Any]:

@@ -32,7 +32,6 @@ from agentkv.types import (
 MAX_BODY = 64 << 20
 BIG_BODY = 256 << 10
 """From this size on a body is decoded in a thread, so that other streams go on."""
-KEY_FIELDS = ("prompt_cache_key", "session_id", "user")
 
 # OpenAI (and common extension) fields that change the answer and are not served: field -> (harmless values, hint)
 UNSERVED: dict[str, tuple[tuple[Any, ...], str]] = {

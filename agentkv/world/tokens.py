@@ -8,7 +8,6 @@ the text of a named token can never forge a frame.
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +24,11 @@ IM_START, IM_END, CALL, END_CALL, RESPONSE, END_RESPONSE = range(256, 262)
 USED = 262
 VOCAB = 272
 CONTEXT = 65_536
-_SPLIT = re.compile("(" + "|".join(re.escape(name) for name in NAMED) + ")")
 
 
 def plain(text: str) -> list[int]:
     """Ids of `text` as bytes; the text of a named token stays text."""
     return list(text.encode("utf-8"))
-
-
-def framed(text: str) -> list[int]:
-    """Ids of trusted frame `text`, in which named tokens are parsed."""
-    ids: list[int] = []
-    for part in _SPLIT.split(text):
-        if part in IDS:
-            ids.append(IDS[part])
-        else:
-            ids.extend(part.encode("utf-8"))
-    return ids
 
 
 def decode(ids: list[int]) -> str:
