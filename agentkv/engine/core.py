@@ -179,6 +179,7 @@ Drawn = tuple[Sequence, int | None, TokenScore | None]
 class RowWork:
     """One row of a batch: `tokens` enter at logical `position` and physical `slot` of the row's pages.
 
+    kept: logical intervals that have slots, the tokens' own among them, ascending; () where there are no holes.
     sample: draw a token after the last one; `step` numbers the draw (with `seed` it fixes the random stream).
     history: needed where the sampling is penalised. score: what the runner says of the token where logprobs are asked for.
     allowed: gives the checked mask of this draw, None for a row whose token will not count; see `Mask`.
@@ -196,6 +197,7 @@ class RowWork:
     history: History | None = None
     score: TokenScore | None = None
     allowed: Callable[[], memoryview | None] | None = None
+    kept: tuple[Interval, ...] = ()
 
 
 @dataclass(slots=True)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
 
+from agentkv.engine.cache.intervals import size
 from agentkv.engine.core import Batch, EngineConfig, RowWork, Slot
 from agentkv.engine.loader import LoadedModel
 from agentkv.engine.logprobs import score
@@ -17,6 +18,8 @@ from agentkv.engine.pages import KVPages
 from agentkv.engine.sampler import sample
 from agentkv.engine.sparse import SparseController, SparseMethod
 from agentkv.engine.view import DeviceBatch, RowSpan, RowTable
+from agentkv.engine.windows import first_slots
+from agentkv.errors import EngineFault
 
 _FEW_TOKENS = 16
 _FEW_BYTES = 128 << 20
@@ -54,6 +57,7 @@ class ModelRunner:
         self.vocab_size = loaded.config.vocab_size
         self.controller = SparseController(method, prefill)
         self._weight_bytes = loaded.weight_bytes
+        self._windows = tuple(sorted({window for window in loaded.config.sliding if window}))
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> list[int | None]:
@@ -107,9 +111,12 @@ class ModelRunner:
         rows = [work.row for work in works]
         lens = [work.slot + len(work.tokens) for work in works]
         ends = [end - 1 for end in accumulate(counts)]
-        lists = (token_ids, positions, slots, owners, rows, lens, ends)
+        starts = [[_first_slots(work, window) for work in works] for window in self._windows]
+        lists = (token_ids, positions, slots, owners, rows, lens, ends, *(list(chain(*each)) for each in starts))
         packed = torch.tensor([value for each in lists for value in each], dtype=torch.int64).to(self.loaded.device)
-        token_ids_, positions_, slots_, owners_, rows_, lens_, ends_ = torch.split(packed, [len(each) for each in lists])
+        token_ids_, positions_, slots_, owners_, rows_, lens_, ends_, *starts_ = torch.split(
+            packed, [len(each) for each in lists]
+        )
 
         page_size = self.layout.page_size
         entries = self.pages.table[owners_, slots_ // page_size].to(torch.int64)
@@ -120,7 +127,13 @@ class ModelRunner:
             if first < last:
                 spans = _spans(works[first:last])
                 table = self._table(spans, rows_[first:last], lens_[first:last].to(torch.int32))
-                batches.append(self._device_batch(prefill, num_single if prefill else 0, spans, table, places))
+                whole = self._device_batch(prefill, num_single if prefill else 0, spans, table, places)
+                near = (
+                    replace(table, starts=device[whole.tokens].to(torch.int32), host_starts=tuple(host[first:last]))
+                    for device, host in zip(starts_, starts, strict=True)
+                )
+                by_window = dict(zip(self._windows, near, strict=True))
+                batches.append(replace(whole, sliding=tuple(map(by_window.get, self.loaded.config.sliding))))
         return _Step(works, tuple(order), token_ids_, positions_, tuple(batches), ends_)
 
     def _table(self, spans: tuple[RowSpan, ...], rows: Tensor, lens: Tensor) -> RowTable:
@@ -157,6 +170,17 @@ class ModelRunner:
             for index, token in zip(asking, drawn.tolist(), strict=True):
                 tokens[step.order[index]] = token
         return tokens
+
+
+def _first_slots(work: RowWork, window: int) -> tuple[int, ...]:
+    """First slot that each of the row's tokens sees in a layer of that window. EngineFault where its holes are not known."""
+    count = len(work.tokens)
+    kept = work.kept or ((0, work.position + count),)
+    if size(kept) != work.slot + count:
+        raise EngineFault(
+            f"row {work.row} has holes that the batch does not name: {work.slot} slots at position {work.position}"
+        )
+    return tuple(first_slots(kept, work.position, count, window))
 
 
 def _spans(works: Sequence[RowWork]) -> tuple[RowSpan, ...]:

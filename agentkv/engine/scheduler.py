@@ -157,6 +157,7 @@ class Scheduler:
                 seq_id=seq.seq_id,
                 history=seq.history,
                 allowed=seq.allowed,
+                kept=tuple(seq.state.runs),
             )
         )
 

@@ -128,7 +128,7 @@ class SparseMethod:
         """Turn the selection into what attention reads. Default: all that the rows' pages hold."""
         if selection is not None:
             raise TypeError(f"{type(self).__name__} selects, so it must say how its selection is viewed")
-        return AttentionView((Part(PagedKV(batch.pages(layer)), batch.table),))
+        return AttentionView((Part(PagedKV(batch.pages(layer)), batch.table_of(layer)),))
 
     def finish(self, layer: int, out: Tensor, batch: DeviceBatch) -> Tensor:
         """Attention's output `[num_tokens, num_heads, head_dim]` before the output projection."""

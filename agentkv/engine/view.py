@@ -28,7 +28,9 @@ class RowTable:
 
     entries: int32 `[max_rows, max_pages]` on the device, granules. rows: int64 `[num_rows]`, lines of `entries`.
     lens: int32 `[num_rows]` on the device, slots held, the step's own tokens included. host_rows, host_lens: the same on
-    the host (a method that knows its kept counts only on the device gives upper bounds).
+    the host (a method that knows its kept counts only on the device gives upper bounds). starts: int32 `[num_tokens]` on the
+    device, the first slot that each of the batch's tokens sees, None where each sees all; host_starts: the same on the host, by
+    row. Slots before a row's first start are never read.
     """
 
     entries: Tensor
@@ -37,18 +39,32 @@ class RowTable:
     host_rows: tuple[int, ...]
     host_lens: tuple[int, ...]
     page_size: int
+    starts: Tensor | None = None
+    host_starts: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def first_slots(self) -> tuple[int, ...]:
+        """First slot that is read of each row."""
+        return tuple(each[0] for each in self.host_starts) or (0,) * len(self.host_rows)
 
     @cached_property
     def decode_plan(self) -> tuple[RowPages, ...]:
         """Pages of each row for decode on the CPU."""
-        pairs = zip(self.host_rows, self.host_lens, strict=True)
-        return tuple(plan_row(self.entries[row], length, self.page_size) for row, length in pairs)
+        rows = zip(self.host_rows, self.host_lens, self.first_slots, strict=True)
+        return tuple(plan_row(self.entries[row], length, self.page_size, first) for row, length, first in rows)
 
     @cached_property
     def chunk_plan(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        """(entries, offsets) int64 `[kv_len]` of each row's slots, for chunked prefill."""
-        pairs = zip(self.host_rows, self.host_lens, strict=True)
-        return tuple(token_slots(self.entries[row], length, self.page_size) for row, length in pairs)
+        """(entries, offsets) int64 `[kv_len - first slot]` of each row's slots, for chunked prefill."""
+        rows = zip(self.host_rows, self.host_lens, self.first_slots, strict=True)
+        return tuple(token_slots(self.entries[row], length, self.page_size, first) for row, length, first in rows)
+
+    @cached_property
+    def chunk_starts(self) -> tuple[list[int] | None, ...]:
+        """For each row the first slot that each of its tokens sees, counted from the first of its `chunk_plan`; None: all."""
+        if self.starts is None:
+            return (None,) * len(self.host_rows)
+        return tuple([each - starts[0] for each in starts] for starts in self.host_starts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +114,8 @@ class DeviceBatch:
 
     tokens: where they lie in the step. prefill: chunks; otherwise each row has one token. positions: int64 `[num_tokens]`,
     logical. entries, offsets: int64 `[num_tokens]`, granule of the page and slot in it that each new token is written to.
-    pages_of: layer -> its pages (see PagedKV).
+    table: all that the rows hold; sliding: by layer, what is left of it in the layer's window, None where it sees all (() for
+    all layers). pages_of: layer -> its pages (see PagedKV).
     """
 
     rows: tuple[RowSpan, ...]
@@ -109,6 +126,11 @@ class DeviceBatch:
     offsets: Tensor
     table: RowTable
     pages_of: Callable[[int], Tensor] = field(repr=False)
+    sliding: tuple[RowTable | None, ...] = ()
+
+    def table_of(self, layer: int) -> RowTable:
+        """What the layer's queries see of the rows."""
+        return (self.sliding[layer] if self.sliding else None) or self.table
 
     def pages(self, layer: int) -> Tensor:
         """The layer's pages `[num_granules, num_kv_heads, 2, page_size, head_dim]`."""

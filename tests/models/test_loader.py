@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from agentkv.engine import loader
-from agentkv.engine.loader import load_model, read_config
+from agentkv.engine.config import read_config
+from agentkv.engine.loader import load_model
 from agentkv.errors import BadModel, UnknownModel
 
 
