@@ -15,7 +15,7 @@ _BLOCK = 256  # queries of a windowed chunk that share one product
 
 
 def token_slots(entries: Tensor, length: int, page_size: int, start: int = 0) -> tuple[Tensor, Tensor]:
-    """(entries, offsets) int64 `[length - start]` of a row's slots `start` to `length`, from its table row `entries` (int32)."""
+    """(entries, offsets) int64 `[length - start]` of a row's slots from `start` on, from its table row `entries` (int32)."""
     slots = torch.arange(start, length, device=entries.device)
     num_pages = -(-length // page_size)
     return entries[:num_pages].to(torch.int64)[slots // page_size], slots % page_size
@@ -74,6 +74,7 @@ def _windowed(q: Tensor, k: Tensor, v: Tensor, scale: float, starts: Sequence[in
 
     q: `[1, num_heads, num_tokens, head_dim]`; k, v: `[1, num_kv_heads, length, head_dim]`. Returns as `chunk_attention`.
     """
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     count, history = q.shape[2], k.shape[2] - q.shape[2]
     group = q.shape[1] // k.shape[1]
     outs: list[Tensor] = []
@@ -85,14 +86,14 @@ def _windowed(q: Tensor, k: Tensor, v: Tensor, scale: float, starts: Sequence[in
         first = torch.tensor(starts[begin:end], device=q.device).unsqueeze(1)
         last = torch.arange(history + begin, high, device=q.device).unsqueeze(1)
         hidden = (keys < first) | (keys > last)
-        block = (q[:, :, begin:end], k[:, :, low:high], v[:, :, low:high])
+        queries, seen, values = q[:, :, begin:end], k[:, :, low:high], v[:, :, low:high]
         if q.device.type == "cpu":
             mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, -torch.inf)[None, None]
-            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*block, attn_mask=mask, scale=scale)
+            out, lse = flash(queries, seen, values, attn_mask=mask, scale=scale)
             lses.append(lse)
         else:
-            wide = (block[0], *(each.repeat_interleave(group, 1) for each in block[1:]))
-            out = functional.scaled_dot_product_attention(*wide, attn_mask=~hidden, scale=scale)
+            seen, values = seen.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+            out = functional.scaled_dot_product_attention(queries, seen, values, attn_mask=~hidden, scale=scale)
         outs.append(out)
     merged = torch.cat(outs, 2).squeeze(0).transpose(0, 1)
     return merged, torch.cat(lses, 2).squeeze(0).transpose(0, 1) if lses else None

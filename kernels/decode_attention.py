@@ -136,9 +136,9 @@ def _weigh(weights: Tensor, head_part: Tensor | None, segments: list[Tensor], ta
         start = stop
     sums = [torch.cat(parts).sum(0) for parts in heads if parts]
     out = torch.stack(sums) if sums else None
-    for part, weight in ((head_part, weights[..., :begin]), (tail, weights[..., start:])):
-        if part is not None:
-            summed = torch.bmm(weight, part[:, 1])
+    for edge, weight in ((head_part, weights[..., :begin]), (tail, weights[..., start:])):
+        if edge is not None:
+            summed = torch.bmm(weight, edge[:, 1])
             out = summed if out is None else out + summed
     if out is None:
         raise ValueError("a row without tokens has nothing to attend to")

@@ -114,9 +114,8 @@ class ModelRunner:
         starts = [[_first_slots(work, window) for work in works] for window in self._windows]
         lists = (token_ids, positions, slots, owners, rows, lens, ends, *(list(chain(*each)) for each in starts))
         packed = torch.tensor([value for each in lists for value in each], dtype=torch.int64).to(self.loaded.device)
-        token_ids_, positions_, slots_, owners_, rows_, lens_, ends_, *starts_ = torch.split(
-            packed, [len(each) for each in lists]
-        )
+        sizes = [len(each) for each in lists]
+        token_ids_, positions_, slots_, owners_, rows_, lens_, ends_, *starts_ = torch.split(packed, sizes)
 
         page_size = self.layout.page_size
         entries = self.pages.table[owners_, slots_ // page_size].to(torch.int64)
@@ -128,12 +127,12 @@ class ModelRunner:
                 spans = _spans(works[first:last])
                 table = self._table(spans, rows_[first:last], lens_[first:last].to(torch.int32))
                 whole = self._device_batch(prefill, num_single if prefill else 0, spans, table, places)
-                near = (
-                    replace(table, starts=device[whole.tokens].to(torch.int32), host_starts=tuple(host[first:last]))
-                    for device, host in zip(starts_, starts, strict=True)
-                )
-                by_window = dict(zip(self._windows, near, strict=True))
-                batches.append(replace(whole, sliding=tuple(map(by_window.get, self.loaded.config.sliding))))
+                near = {
+                    window: replace(table, starts=device[whole.tokens].to(torch.int32), host_starts=tuple(host[first:last]))
+                    for window, device, host in zip(self._windows, starts_, starts, strict=True)
+                }
+                sliding = tuple(near[window] if window else None for window in self.loaded.config.sliding)
+                batches.append(replace(whole, sliding=sliding))
         return _Step(works, tuple(order), token_ids_, positions_, tuple(batches), ends_)
 
     def _table(self, spans: tuple[RowSpan, ...], rows: Tensor, lens: Tensor) -> RowTable:
