@@ -17,7 +17,7 @@ from gguf_files import read_by_transformers, tiny, write_gguf
 from agentkv.engine.loader import load_model
 from agentkv.errors import BadModel, UnknownModel
 
-FAMILIES = ["llama", "llama-tied", "llama-linear", "qwen2", "qwen2-tied", "qwen3"]
+FAMILIES = ["llama", "llama-tied", "llama-linear", "qwen2", "qwen2-tied", "qwen3", "gemma3"]
 TOLERANCE = {"float32": 1e-4, "float64": 1e-9}
 
 
@@ -65,7 +65,7 @@ def test_a_file_equals_its_dequantised_directory(family: str, kind: Kind, host: 
         assert (mine.chunked(0, tokens.tolist(), [31, 1, 80]) - want).abs().max() <= tolerance
 
 
-@pytest.mark.parametrize("family", ["llama-tied", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama-tied", "qwen2", "qwen3", "gemma3"])
 def test_a_file_equals_transformers_reading_of_it(family: str, host: Any, tmp_path: Path) -> None:
     written = tiny(family)
     write_gguf(tmp_path / "model.gguf", written, Kind.Q8_0, tokenizer=words_of_a_vocabulary)
