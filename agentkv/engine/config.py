@@ -112,13 +112,13 @@ def _read_sliding(raw: dict[str, Any], family: type[Decoder]) -> tuple[int | Non
         )
     if _SLIDING not in kinds:
         return ()
-    window = raw.get("sliding_window")
+    window = raw.get("sliding_window") if raw.get("use_sliding_window", True) else None
     if not family.slides:
         raise BadModel(f"sliding window layers are not served for {raw['architectures'][0]}", hint="Use full_attention")
     if isinstance(window, bool) or not isinstance(window, int) or window < 1:
         raise BadModel(
             f"config.json has sliding_attention layers, and sliding_window is {window!r}",
-            hint="sliding_window must be the number of tokens that such a layer sees",
+            hint="It must be the number of tokens that such a layer sees, and use_sliding_window, where there is one, true",
         )
     return tuple(window if kind == _SLIDING else None for kind in kinds)
 

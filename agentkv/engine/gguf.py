@@ -283,7 +283,7 @@ class GGUFFile:
 
 
 def spelled(name: str, known: Mapping[str, str]) -> str:
-    """GGUF's name of a tensor that is named in the Hugging Face way; an unknown one stays as it is. known: modules in layers."""
+    """GGUF's name of a tensor that is named in the Hugging Face way; an unknown one stays. known: modules in layers."""
     module, _, leaf = name.rpartition(".")
     if module in _OUTER:
         return f"{_OUTER[module]}.{leaf}"
