@@ -44,7 +44,7 @@ def read_config(raw: dict[str, Any]) -> ModelConfig:
         )
     except KeyError as error:
         raise BadModel(f"config.json lacks {error.args[0]!r}", hint=_RESTORE) from None
-    except (TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         raise BadModel(f"config.json has a value of the wrong kind: {error}") from None
     _check_shape(config)
     return config
@@ -137,7 +137,7 @@ def _layer_kinds(raw: dict[str, Any]) -> list[str]:
             raise BadModel(f"config.json: sliding_window_pattern is {every}", hint="Every n-th layer is full: n is at least 1")
         return [_SLIDING if (layer + 1) % every else _FULL for layer in range(count)]
     slides = raw.get("use_sliding_window") and raw.get("sliding_window") is not None
-    first = int(raw["max_window_layers"]) if slides else count
+    first = int(raw.get("max_window_layers", 0)) if slides else count
     return [_SLIDING if layer >= first else _FULL for layer in range(count)]
 
 
@@ -146,8 +146,9 @@ def _read_rope(raw: dict[str, Any], layers: str, base: str) -> RopeConfig:
     the key `base` for theta, beside `rope_scaling` for the layers that see everything."""
     parameters = raw.get("rope_parameters") or {}
     by_kind = parameters.keys() & {_FULL, _SLIDING}
-    if parameters and not by_kind and _LOCAL in raw:
-        raise BadModel("config.json: rope_parameters are not by layer type", hint=f"Give them for {_FULL} and {_SLIDING}")
+    if parameters and bool(by_kind) != (_LOCAL in raw):
+        said = "are by layer type" if by_kind else "are not by layer type"
+        raise BadModel(f"config.json: rope_parameters {said}, unlike those of {raw['architectures'][0]}", hint=_RESTORE)
     given = {"rope_theta": raw.get(base, 10000.0)}
     given |= (raw.get("rope_scaling") or {}) if layers == _FULL else {}
     given |= (parameters.get(layers) or {}) if by_kind else parameters

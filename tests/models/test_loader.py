@@ -83,6 +83,8 @@ def test_a_config_without_a_size(folder: Path, name: str) -> None:
         ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "sliding"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "yarn"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "factor"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}}, "by layer type"),
+        ({"rope_parameters": ["default"]}, "wrong kind"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial"),
     ],
 )
@@ -142,7 +144,8 @@ def test_both_spellings_of_gemma_are_one(count: int) -> None:
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "not by layer type"),
-        ({"architectures": ["LlamaForCausalLM"]}, "not served for LlamaForCausalLM"),
+        ({"architectures": ["LlamaForCausalLM"]}, "by layer type, unlike those of Llama"),
+        ({"architectures": ["LlamaForCausalLM"], "rope_parameters": None}, "not served for LlamaForCausalLM"),
     ],
 )
 def test_gemma_configs_that_contradict_themselves(checkpoint: Any, tmp_path: Path, changes: dict[str, Any], word: str) -> None:
