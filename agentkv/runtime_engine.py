@@ -64,7 +64,7 @@ def open_engine(
         fingerprint=_fingerprint(loaded, tokenizer, chosen, config),
         exactness=chosen.exactness,
         window=config.window,
-        token_bytes=runner.layout.token_bytes,
+        token_bytes=sum(group.token_bytes for group in runner.groups),
     )
     return Engine(backend, worker, config, chosen, name, str(loaded.device))
 
@@ -155,14 +155,14 @@ def memory_plan(model: str | Path) -> dict[str, Any]:
     """What a model takes here: weights, KV bytes a token, arena, tokens that fit. Loads the model."""
     loaded = load_model(model_path(model), device=best_device())
     config = engine_config(loaded, None, None, None)
-    layout = loaded.layout(config.page_size)
+    groups = loaded.groups(config.page_size)
     return {
         "name": str(model),
         "device": str(loaded.device),
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "weight_bytes": loaded.weight_bytes,
-        "kv_bytes_per_token": layout.token_bytes,
+        "kv_bytes_per_token": sum(group.token_bytes for group in groups),
         "arena_bytes": config.memory,
-        "tokens_that_fit": config.memory // layout.stripe_bytes * config.page_size,
+        "tokens_that_fit": config.memory // sum(group.stripe_bytes for group in groups) * config.page_size,
         "window": config.window,
     }

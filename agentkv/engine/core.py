@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from agentkv.engine.units import Units
 from agentkv.types import FinishReason, Interval, Miss, Sampling
 
 if TYPE_CHECKING:
@@ -24,14 +25,27 @@ GRANULE = 256
 
 
 @dataclass(frozen=True, slots=True)
-class KVLayout:
-    """Shape of one KV group. A stripe is one page of all its layers: [layer][kv head][K,V][token][dim]."""
+class KVGroup:
+    """Layers whose KV has one shape, lifetime and page size. A sequence has one page table for each group of the model.
 
-    num_layers: int
+    A stripe is one page of all the group's layers: [layer][kv head][K,V][token][dim]. layers: their numbers in the model.
+    window: a token sees itself and `window - 1` tokens before it, and pages further back are freed; None sees everything.
+    slack: tokens kept beyond the window, so that a few can be taken back (a stop string, a draft that was not accepted) and
+    what is left still has a whole window.
+    """
+
+    layers: tuple[int, ...]
     num_kv_heads: int
     head_dim: int
     itemsize: int
     page_size: int
+    window: int | None = None
+    slack: int = 32
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers."""
+        return len(self.layers)
 
     @property
     def stripe_bytes(self) -> int:
@@ -120,8 +134,8 @@ class Status(Enum):
 class Sequence:
     """One request in the engine. `token_ids[:num_forwarded]` have KV (or had, before a prune).
 
-    table_from: pages of the state from this index on are not yet in the row's page table. reserved_units: units that it may
-    still take. kept_ids: the generated ids to commit where a stop string ended it (None: all that were generated).
+    table_from: by group, pages of the state from this index on are not yet in the row's page table. reserved_units: units that
+    it may still take; peak_units: most that it could at its start. kept_ids: the generated ids to commit where a stop string ended it (None: all that were generated).
     history: None where nothing is penalised. allowed: None where every token may come next.
     """
 
@@ -134,8 +148,9 @@ class Sequence:
     status: Status = Status.WAITING
     row: int | None = None
     state: KVState | None = None
-    table_from: int = 0
-    reserved_units: int = 0
+    table_from: list[int] = field(default_factory=list)
+    reserved_units: Units = Units()
+    peak_units: Units = Units()
     num_cached_tokens: int = 0
     num_prefilled_tokens: int = 0
     pending_edits: list[Edit] = field(default_factory=list)
@@ -175,11 +190,20 @@ Drawn = tuple[Sequence, int | None, TokenScore | None]
 """A sequence that a step touched, its new token, and what was said of it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """A row's tokens in a window group. slot: where the first of them enters (a prune behind the window moves nothing here, so
+    it may differ from the other groups'). first: for each of the tokens the slot of the oldest one that it sees."""
+
+    slot: int
+    first: tuple[int, ...]
+
+
 @dataclass(slots=True)
 class RowWork:
     """One row of a batch: `tokens` enter at logical `position` and physical `slot` of the row's pages.
 
-    kept: logical intervals that have slots, the tokens' own among them, ascending; () where there are no holes.
+    reaches: by group, None for those that see everything and where `slot` is the place; () is None for every group.
     sample: draw a token after the last one; `step` numbers the draw (with `seed` it fixes the random stream).
     history: needed where the sampling is penalised. score: what the runner says of the token where logprobs are asked for.
     allowed: gives the checked mask of this draw, None for a row whose token will not count; see `Mask`.
@@ -197,21 +221,47 @@ class RowWork:
     history: History | None = None
     score: TokenScore | None = None
     allowed: Callable[[], memoryview | None] | None = None
-    kept: tuple[Interval, ...] = ()
+    reaches: tuple[Reach | None, ...] = ()
+
+    def slot_in(self, group: int) -> int:
+        """Where the first token enters in the group."""
+        reach = self.reaches[group] if self.reaches else None
+        return self.slot if reach is None else reach.slot
+
+
+Slot = tuple[int, int]
+"""(unit offset in granules, slot inside the page)."""
+
+
+class Moves(NamedTuple):
+    """Slots of one group to copy by one `Runner.move_slots`."""
+
+    source: list[Slot]
+    target: list[Slot]
+    group: int = 0
+
+
+class TableUpdate(NamedTuple):
+    """Units (offsets in granules) of a row's pages in one group, from page index `first` on. Pages are counted from the
+    first slot there ever was, so that an entry stays where it is when pages before it are freed."""
+
+    row: int
+    first: int
+    units: list[int]
+    group: int = 0
 
 
 @dataclass(slots=True)
 class Batch:
     """One step: decodes first, then prefill chunks.
 
-    moves: source and target slots to copy before anything else, each pair by one `Runner.move_slots`, in order (the LLM does
-    it). table_updates: (row, first page index, units) to write into the device's page table before the forward pass. Units
-    are int offsets in granules.
+    moves: to carry out before anything else, in order (the LLM does it). table_updates: to write into the device's page
+    tables before the forward pass.
     """
 
     rows: list[RowWork]
-    table_updates: list[tuple[int, int, list[int]]] = field(default_factory=list)
-    moves: list[tuple[list[Slot], list[Slot]]] = field(default_factory=list)
+    table_updates: list[TableUpdate] = field(default_factory=list)
+    moves: list[Moves] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -219,14 +269,10 @@ class Batch:
         return sum(len(work.tokens) for work in self.rows)
 
 
-Slot = tuple[int, int]
-"""(unit offset in granules, slot inside the page)."""
-
-
 class Runner(Protocol):
     """The device side. The engine's host logic talks to it only through this, so it can be tested without torch."""
 
-    layout: KVLayout
+    groups: tuple[KVGroup, ...]
     num_granules: int
     vocab_size: int
 
@@ -234,8 +280,8 @@ class Runner(Protocol):
         """Forward the batch; for each row the sampled token id, None where `sample` is False, -1 where a mask allows none."""
         ...
 
-    def move_slots(self, source: list[Slot], target: list[Slot]) -> None:
-        """Copy K and V of all layers from slot to slot (compaction, copy-on-write of a page).
+    def move_slots(self, source: list[Slot], target: list[Slot], group: int = 0) -> None:
+        """Copy K and V of all the group's layers from slot to slot (compaction, copy-on-write of a page).
 
         The sets may overlap: as if every source were read before a target is written.
         """

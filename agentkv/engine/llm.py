@@ -8,17 +8,17 @@ from secrets import randbits
 from typing import Literal
 
 from agentkv.engine.accounts import EngineStats, check, measure
-from agentkv.engine.cache.arena import Arena, UnitClass
 from agentkv.engine.cache.chain import Chain, ChainCache
-from agentkv.engine.cache.extents import ExtentPool
 from agentkv.engine.cache.intervals import common_prefix, merged, normal_edits, size
+from agentkv.engine.cache.pools import KVPools
 from agentkv.engine.cache.radix import RadixCache
-from agentkv.engine.cache.state import KVState, Moves
-from agentkv.engine.core import Batch, ChainInfo, Drawn, EngineConfig, Request, Runner, Sequence, Status, StepOutput
+from agentkv.engine.cache.state import KVState
+from agentkv.engine.core import Batch, ChainInfo, Drawn, EngineConfig, Moves, Request, Runner, Sequence, Status, StepOutput
 from agentkv.engine.demands import check_drawn, check_sampling, equip
 from agentkv.engine.oracle import PagedOracle
 from agentkv.engine.output import TextStream, TextTokenizer
 from agentkv.engine.scheduler import Scheduler
+from agentkv.engine.units import Units
 from agentkv.errors import BadRequest, Busy, Capacity, ContextOverflow, EngineFault
 from agentkv.types import Interval, Miss
 
@@ -51,12 +51,11 @@ class LLM:
         self.runner = runner
         self.tokenizer = tokenizer
         tick = count(1).__next__
-        stripe = UnitClass("stripe", runner.layout.stripe_bytes)
-        self.arena = Arena(runner.num_granules)
-        self.pool = ExtentPool(self.arena, stripe, runner.layout.page_size)
-        self.radix = RadixCache(self.pool, tick, enabled=reuse == "radix")
-        self.chains = ChainCache(self.pool, self.radix, tick, config.checkpoints)
-        self.oracle = PagedOracle(self.pool, self.radix, self.chains)
+        self.pools = KVPools.over(runner.num_granules, runner.groups)
+        self.arena = self.pools.arena
+        self.radix = RadixCache(self.pools, tick, enabled=reuse == "radix")
+        self.chains = ChainCache(self.pools, self.radix, tick, config.checkpoints)
+        self.oracle = PagedOracle(self.pools, self.radix, self.chains, config.step_tokens)
         self.scheduler = Scheduler(config, self.oracle, self._resume)
         self._ids = count(1)
         self._open: dict[int, Sequence] = {}
@@ -128,12 +127,14 @@ class LLM:
         if seq.state is None:
             raise BadRequest(f"sequence {seq.seq_id} cannot be committed: it is {seq.status.value}")
         ids = seq.token_ids[: seq.num_prompt_tokens] + generated_ids
-        seq.state.cut(min(common_prefix(ids, seq.token_ids), len(ids) - 1))
+        length = min(common_prefix(ids, seq.token_ids), len(ids) - 1, seq.num_forwarded)
         chain = self.chains.chains.get(seq.request.chain_id or "")
+        state = self._cut_out(seq, chain, length)
         if chain is not None:
-            self.chains.advance(chain, ids, seq.state.fork(), seq.request.salt)
+            self.chains.advance(chain, ids, state, seq.request.salt, length)
         else:
-            self.radix.insert(seq.request.salt, ids, seq.state, None)
+            self.radix.insert(seq.request.salt, ids, state, None)
+            state.release()
         self.scheduler.remove(seq)
         self._close(seq)
 
@@ -151,6 +152,7 @@ class LLM:
         intervals = merged(intervals)
         freed = self.price(chain_id, intervals)
         moves = self.chains.prune(chain, intervals, lambda units: self._acquire(units, chain))
+        self.scheduler.settle()
         self.scheduler.memory_changed()
         try:
             self._move(moves)
@@ -165,7 +167,7 @@ class LLM:
         if chain is None:
             return 0, 0
         tokens, units = self.chains.price(chain, intervals)
-        return tokens, max(0, units) * self.pool.cls.unit_bytes
+        return tokens, max(0, self.pools.bytes(units))
 
     def fork(self, chain_id: str, new_chain_id: str, length: int) -> None:
         """A new chain that shares the first `length` committed tokens; a busy chain gives its last boundary.
@@ -202,13 +204,12 @@ class LLM:
         chain = self.chains.chains.get(chain_id)
         if chain is None:
             return None
-        unit = self.pool.cls.unit_bytes
         return ChainInfo(
             chain_id=chain_id,
             logical_length=len(chain.token_ids),
             resident_tokens=chain.state.length if chain.state is not None else 0,
-            bytes_held=len(set(self.pool.units_of(chain.slices()))) * unit,
-            bytes_unique=self.chains.unique_units(chain) * unit,
+            bytes_held=self.pools.bytes(self.pools.distinct(chain.slices())),
+            bytes_unique=self.pools.bytes(self.chains.unique_units(chain)),
             busy=chain.active is not None,
             checkpoints=tuple(checkpoint.length for checkpoint in chain.checkpoints),
         )
@@ -217,11 +218,11 @@ class LLM:
 
     def stats(self) -> EngineStats:
         """Where the memory is. Walks every table: for metrics, not for every step."""
-        return measure(self.pool, self.radix, self.chains, self.scheduler)
+        return measure(self.pools, self.radix, self.chains, self.scheduler)
 
     def check(self) -> None:
         """Integrity of every account, found by walking all holders. Raises ArenaError or AssertionError."""
-        check(self.pool, self.radix, self.chains, self.scheduler)
+        check(self.pools, self.radix, self.chains, self.scheduler)
         queued = {seq.seq_id for seq in self.scheduler.sequences()}
         assert queued == set(self._open)
         assert self.tokenizer is None or queued == set(self._streams)
@@ -243,16 +244,13 @@ class LLM:
             )
 
         def fits(max_tokens: int) -> bool:
-            return self.oracle.cost(None, edits, prompt + max_tokens - 1).peak <= self.pool.total_units
+            return self.oracle.fits(self.oracle.cost(None, edits, prompt + max_tokens - 1).peak)
 
         most = min(wanted or DEFAULT_MAX_TOKENS, window - prompt)
         least = most if wanted is not None else 1
         if not fits(least):
             peak = self.oracle.cost(None, edits, prompt + least - 1).peak
-            raise Capacity(
-                f"{prompt} prompt tokens and {least} to generate need {peak} pages of {self.pool.page_size} tokens; "
-                f"the whole KV memory has {self.pool.total_units}"
-            )
+            raise Capacity(f"{prompt} prompt tokens and {least} to generate need {self.pools.shortfall(peak)}")
         while least < most:
             middle = (least + most + 1) // 2
             least, most = (middle, most) if fits(middle) else (least, middle - 1)
@@ -263,15 +261,14 @@ class LLM:
         request, limit = seq.request, seq.num_prompt_tokens - 1
         wanted = normal_edits(request.edits, seq.num_prompt_tokens)
         chain = self.chains.chains.get(request.chain_id or "")
-        length, todo = chain.continuation(request, wanted, limit) if chain is not None and not fresh else (0, list(wanted))
-        pieces = self.radix.match(request.salt, seq.token_ids, 0 if fresh else min([limit, *(edit.at - 1 for edit in wanted)]))
-        state = KVState.of(self.pool, pieces)
-        if chain is not None and chain.state is not None and length and length >= state.length:
-            state.release()
-            state = chain.state.fork()
+        own = chain.continuation(request, wanted, limit) if chain is not None and not fresh else None
+        match = self.radix.match(request.salt, seq.token_ids, 0 if fresh else min([limit, *(edit.at - 1 for edit in wanted)]))
+        if own is not None and own[1] >= match.length:
+            holder, length, todo = own
+            state = holder.fork()
             state.cut(length)
         else:
-            todo = list(wanted)
+            state, todo = KVState.of(self.pools, match.length, match.pieces), list(wanted)
         seq.state, seq.pending_edits, seq.num_cached_tokens = state, todo, state.logical_length
         seq.miss = self._miss(seq, chain, fresh)
 
@@ -362,15 +359,30 @@ class LLM:
             raise Busy(f"chain {chain_id!r} is advanced by a request", retry_after=1.0)
         return chain
 
-    def _acquire(self, units: int, chain: Chain) -> int:
-        short = units - self.scheduler.spare_units()
-        if short > 0:
-            self.oracle.reclaim(short, keep=chain.chain_id)
-        return max(0, self.scheduler.spare_units())
+    def _cut_out(self, seq: Sequence, chain: Chain | None, length: int) -> KVState:
+        """What is held of the first `length` tokens: of the sequence, or of its chain where a window reaches back too far."""
+        assert seq.state is not None
+        holder, kept = seq.state, seq.state.usable(length)
+        if chain is not None and length and not kept:
+            found = chain.usable(min(length, common_prefix(chain.token_ids, seq.token_ids)))
+            if found is not None and chain.salt == seq.request.salt and found[0].same_edits(seq.state, found[1]):
+                holder, kept = found
+        state = holder.fork()
+        state.cut(kept)
+        return state
+
+    def _acquire(self, units: Units, chain: Chain) -> Units:
+        """Claim so many units more than sequences have reserved; what may be used, nothing if they cannot be had."""
+        claimed = self.scheduler.reserved_units + units
+        if not self.oracle.claim(claimed):
+            self.oracle.reclaim(claimed, keep=chain.chain_id)
+            if not self.oracle.claim(claimed):
+                return Units()
+        return self.scheduler.spare_units()
 
     def _move(self, moves: list[Moves]) -> None:
         try:
-            for source, target in moves:
-                self.runner.move_slots(source, target)
+            for each in moves:
+                self.runner.move_slots(*each)
         except Exception as error:
             raise EngineFault(f"moving KV failed: {type(error).__name__}: {error}") from error

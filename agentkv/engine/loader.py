@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from agentkv.engine import models
 from agentkv.engine.checkpoint import find_gguf
 from agentkv.engine.config import read_config
-from agentkv.engine.core import KVLayout
+from agentkv.engine.core import KVGroup
 from agentkv.engine.layers import Decoder, ModelConfig, PackedLinear
 from agentkv.errors import BadModel
 
@@ -55,10 +55,21 @@ class LoadedModel:
         """Bytes of all parameters, a tied embedding once."""
         return sum(each.numel() * each.element_size() for each in self.model.parameters())
 
-    def layout(self, page_size: int) -> KVLayout:
-        """Shape of the model's KV in pages of that many tokens."""
+    def groups(self, page_size: int) -> tuple[KVGroup, ...]:
+        """The model's KV groups in pages of that many tokens: layers that see everything first, then by window."""
         c = self.config
-        return KVLayout(c.num_layers, c.num_kv_heads, c.head_dim, self.dtype.itemsize, page_size)
+        windows = c.sliding or (None,) * c.num_layers
+        return tuple(
+            KVGroup(
+                layers=tuple(layer for layer in range(c.num_layers) if windows[layer] == window),
+                num_kv_heads=c.num_kv_heads,
+                head_dim=c.head_dim,
+                itemsize=self.dtype.itemsize,
+                page_size=page_size,
+                window=window,
+            )
+            for window in sorted(set(windows), key=lambda window: window or 0)
+        )
 
 
 def load_model(path: str | Path, *, device: str | torch.device = "cpu", dtype: str | torch.dtype = "auto") -> LoadedModel:

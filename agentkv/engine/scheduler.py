@@ -10,9 +10,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 
-from agentkv.engine.cache.state import Change
-from agentkv.engine.core import Batch, EngineConfig, RowWork, Sequence, Status
+from agentkv.engine.cache.state import Change, KVState
+from agentkv.engine.core import Batch, EngineConfig, Reach, RowWork, Sequence, Status, TableUpdate
 from agentkv.engine.oracle import MemoryOracle
+from agentkv.engine.units import Units
 
 
 class Scheduler:
@@ -34,9 +35,9 @@ class Scheduler:
         heapify(self._rows)
 
     @property
-    def reserved_units(self) -> int:
-        """Units that running sequences may still take."""
-        return sum(seq.reserved_units for seq in self.running)
+    def reserved_units(self) -> Units:
+        """Units that running sequences may still take; they are claimed, so nobody else can."""
+        return sum((seq.reserved_units for seq in self.running), Units())
 
     @property
     def free_rows(self) -> int:
@@ -47,9 +48,14 @@ class Scheduler:
         """Every sequence that is not closed."""
         yield from (*self.waiting, *self.running, *self.finished)
 
-    def spare_units(self, seq: Sequence | None = None) -> int:
+    def spare_units(self, seq: Sequence | None = None) -> Units:
         """Free units that nobody else has a claim on."""
-        return self.oracle.free_units - self.reserved_units + (seq.reserved_units if seq else 0)
+        return self.oracle.unclaimed(self.reserved_units - (seq.reserved_units if seq else Units()))
+
+    def settle(self) -> None:
+        """Claim what is reserved, no more."""
+        found = self.oracle.claim(self.reserved_units)
+        assert found, "what was reserved is gone"
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence."""
@@ -85,6 +91,7 @@ class Scheduler:
         while self.waiting and self._rows and not self._blocked:
             self._blocked = not self._admit(self.waiting[0])
         batch = Batch(rows=[])
+        self.oracle.hold()
         for seq in self.running:
             if not seq.prefilling:
                 self._add_row(batch, seq, 1)
@@ -94,6 +101,7 @@ class Scheduler:
                 self._apply_edits(batch, seq)
                 boundary = seq.pending_edits[0].at - 1 if seq.pending_edits else seq.num_prompt_tokens
                 self._add_row(batch, seq, min(budget, boundary - seq.num_forwarded))
+        self.settle()
         return batch
 
     def _admit(self, seq: Sequence) -> bool:
@@ -105,13 +113,16 @@ class Scheduler:
         for fresh in (False, True):
             self._resume(seq, fresh)
             length = seq.num_prompt_tokens + seq.max_tokens - 1
-            peak = self.oracle.cost(seq.state, seq.pending_edits, length).peak
-            claimed = self.reserved_units + peak
-            if claimed > self.oracle.free_units and self._can_hold(seq, claimed):
-                self.oracle.reclaim(claimed - self.oracle.free_units)
-            if claimed <= self.oracle.free_units:
+            cost = self.oracle.cost(seq.state, seq.pending_edits, length)
+            claimed = self.reserved_units + cost.peak
+            admitted = self.oracle.claim(claimed)
+            if not admitted and self._can_hold(seq, claimed):
+                self.oracle.reclaim(claimed)
+                admitted = self.oracle.claim(claimed)
+            if admitted:
                 self.waiting.popleft()
-                seq.status, seq.row, seq.reserved_units, seq.table_from = Status.RUNNING, heappop(self._rows), peak, 0
+                seq.status, seq.row, seq.table_from = Status.RUNNING, heappop(self._rows), []
+                seq.reserved_units, seq.peak_units = cost.peak, cost.bound
                 self.running.append(seq)
                 return True
             if seq.state is not None:
@@ -121,9 +132,9 @@ class Scheduler:
                 return False
         return False
 
-    def _can_hold(self, seq: Sequence, claimed: int) -> bool:
-        states = [other.state for other in (*self.running, *self.finished, seq) if other.state is not None]
-        return self.oracle.held_units(states) + claimed <= self.oracle.total_units
+    def _can_hold(self, seq: Sequence, claimed: Units) -> bool:
+        states = (other.state for other in (*self.running, *self.finished, seq) if other.state is not None)
+        return self.oracle.has_room(states, claimed)
 
     def _apply_edits(self, batch: Batch, seq: Sequence) -> None:
         while seq.pending_edits and seq.pending_edits[0].at - 1 == seq.num_forwarded:
@@ -131,25 +142,28 @@ class Scheduler:
             edit = seq.pending_edits.pop(0)
             self._changed(batch, seq, seq.state.remove(edit.removed, self.spare_units(seq)))
             length = seq.num_prompt_tokens + seq.max_tokens - 1
-            seq.reserved_units = self.oracle.cost(seq.state, seq.pending_edits, length).peak
+            cost = self.oracle.cost(seq.state, seq.pending_edits, length)
+            seq.reserved_units, seq.peak_units = cost.peak, cost.bound
 
     def _add_row(self, batch: Batch, seq: Sequence, count: int) -> None:
         """`count` tokens of the sequence enter the batch; the last one draws if it is the last there is."""
         assert seq.state is not None
         assert seq.row is not None
-        position, slot = seq.num_forwarded, seq.state.length
+        position = seq.num_forwarded
         change = seq.state.append(count)
-        seq.reserved_units -= change.new_units
+        seq.reserved_units = (seq.reserved_units - change.new_units).least(seq.peak_units)
         self._changed(batch, seq, change)
-        if seq.table_from < len(seq.state.units):
-            batch.table_updates.append((seq.row, seq.table_from, seq.state.units[seq.table_from :]))
-            seq.table_from = len(seq.state.units)
+        for group, holding in enumerate(seq.state.holdings):
+            first = max(seq.table_from[group], holding.first_page)
+            if first < holding.next_page:
+                batch.table_updates.append(TableUpdate(seq.row, first, holding.units[first - holding.first_page :], group))
+            seq.table_from[group] = holding.next_page
         batch.rows.append(
             RowWork(
                 row=seq.row,
                 tokens=seq.token_ids[position : position + count],
                 position=position,
-                slot=slot,
+                slot=seq.state.length - count,
                 sample=position + count == len(seq.token_ids),
                 sampling=seq.request.sampling,
                 seed=seq.seed,
@@ -157,17 +171,31 @@ class Scheduler:
                 seq_id=seq.seq_id,
                 history=seq.history,
                 allowed=seq.allowed,
-                kept=tuple(seq.state.runs),
+                reaches=_reaches(seq.state, position, count),
             )
         )
 
     def _changed(self, batch: Batch, seq: Sequence, change: Change) -> None:
         batch.moves += change.moves
-        seq.table_from = min(seq.table_from, change.first_page)
+        before = seq.table_from or [0] * len(change.first_pages)
+        seq.table_from = [min(pair) for pair in zip(before, change.first_pages, strict=True)]
 
     def _leave_row(self, seq: Sequence) -> None:
         assert seq.row is not None
         self.running.remove(seq)
         heappush(self._rows, seq.row)
-        seq.row, seq.reserved_units = None, 0
+        seq.row, seq.reserved_units = None, Units()
+        self.settle()
         self._blocked = False
+
+
+def _reaches(state: KVState, position: int, count: int) -> tuple[Reach | None, ...]:
+    """What window groups tell of the `count` tokens that were just appended at logical `position`."""
+    if all(holding.pool.window is None for holding in state.holdings):
+        return ()
+    return tuple(
+        None
+        if holding.pool.window is None
+        else Reach(holding.length - count, holding.first_visible(position, count))
+        for holding in state.holdings
+    )

@@ -118,7 +118,7 @@ class SparseMethod:
 
     def store(self, layer: int, k_raw: Tensor, k: Tensor, v: Tensor, batch: DeviceBatch) -> None:
         """Write the new tokens' KV. k_raw is k before its norm and rotation. Default: into the row's pages."""
-        store_kv(batch.pages(layer), batch.entries, batch.offsets, k, v)
+        store_kv(batch.pages(layer), *batch.places_of(layer), k, v)
 
     def select(self, layer: int, q: Tensor, q_raw: Tensor, batch: DeviceBatch) -> Selection | None:
         """Choose what to read; None reads everything held."""

@@ -95,7 +95,7 @@ class AttentionView:
 class RowSpan:
     """One row of a batch, known on the host.
 
-    start, end: its tokens in the batch, half open. position: logical position of the first. kv_len: slots held once they
+    start, end: its tokens in the batch, half open. position: logical position of the first. kv_len: tokens kept once they
     are stored. prompt_end: the last token of the prompt is among them.
     """
 
@@ -108,29 +108,42 @@ class RowSpan:
     seq_id: int = -1
 
 
+@dataclass(frozen=True, slots=True)
+class GroupRows:
+    """A batch's rows in one KV group: what they hold, and where their new tokens go.
+
+    entries, offsets: int64 `[num_tokens]`, granule of the page and slot in it that each new token is written to.
+    """
+
+    table: RowTable
+    entries: Tensor
+    offsets: Tensor
+
+
 @dataclass(frozen=True)
 class DeviceBatch:
     """The rows of one view class in one phase of a step; every hook gets it as `batch`.
 
     tokens: where they lie in the step. prefill: chunks; otherwise each row has one token. positions: int64 `[num_tokens]`,
-    logical. entries, offsets: int64 `[num_tokens]`, granule of the page and slot in it that each new token is written to.
-    table: all that the rows hold; sliding: by layer, what is left of it in the layer's window, None where it sees all (() for
-    all layers). pages_of: layer -> its pages (see PagedKV).
+    logical. groups: the same rows in each KV group; group_of: layer -> its group. pages_of: layer -> its pages (see PagedKV).
     """
 
     rows: tuple[RowSpan, ...]
     tokens: slice
     prefill: bool
     positions: Tensor
-    entries: Tensor
-    offsets: Tensor
-    table: RowTable
+    groups: tuple[GroupRows, ...]
+    group_of: tuple[int, ...] = field(repr=False)
     pages_of: Callable[[int], Tensor] = field(repr=False)
-    sliding: tuple[RowTable | None, ...] = ()
 
     def table_of(self, layer: int) -> RowTable:
         """What the layer's queries see of the rows."""
-        return (self.sliding[layer] if self.sliding else None) or self.table
+        return self.groups[self.group_of[layer]].table
+
+    def places_of(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Where the layer writes the new tokens: entries and offsets, see GroupRows."""
+        group = self.groups[self.group_of[layer]]
+        return group.entries, group.offsets
 
     def pages(self, layer: int) -> Tensor:
         """The layer's pages `[num_granules, num_kv_heads, 2, page_size, head_dim]`."""

@@ -1,7 +1,9 @@
 """The arena: one byte range, handed out as units of a few size classes.
 
 A **slab** is a run of units of one class; it belongs to that class until its last unit is free, then its bytes return to
-the arena. Units never split or merge. Host side only: it hands out offsets and never touches memory.
+the arena, unless they are claimed. Units never split or merge. Host side only: it hands out offsets and never touches memory.
+
+A **claim** is a number of free units set aside for a class: they lie on slabs of the class, so no other class can take them.
 """
 
 from __future__ import annotations
@@ -54,13 +56,17 @@ class _Shelf:
     levels: list[dict[int, _Slab]]
     bases: list[int] = field(default_factory=list)  # sorted
     slabs: dict[int, _Slab] = field(default_factory=dict)
+    empty: dict[int, _Slab] = field(default_factory=dict)  # those with free units only
     free_units: int = 0
+    used: int = 0
+    claimed: int = 0
 
 
 class Arena:
     """Host allocator over `num_granules` granules. A unit is its int offset in granules.
 
-    slab_units: units of a full-sized slab (the last slab of a free range may be smaller).
+    slab_units: units of a full-sized slab (the last slab of a free range may be smaller). sticky: slabs that run empty stay
+    with their class until the next `claim`, so that it finds what was just freed (a step frees pages that it will want back).
     """
 
     def __init__(self, num_granules: int, *, slab_units: int = 64) -> None:
@@ -68,6 +74,7 @@ class Arena:
         self.slab_units = slab_units
         self.used_granules = 0
         self.peak_granules = 0
+        self.sticky = False
         self._ranges: list[tuple[int, int]] = [(0, num_granules)] if num_granules else []  # free, sorted, never touching
         self._shelves: dict[UnitClass, _Shelf] = {}
 
@@ -99,6 +106,42 @@ class Arena:
         """Would `allocate` succeed?"""
         return self.available(cls) >= count
 
+    def fits(self, counts: Iterable[tuple[UnitClass, int]], *, empty: bool = False) -> bool:
+        """Could so many units of each of these classes be handed out together? empty: by an arena with nothing in it."""
+        ranges = [(0, self.num_granules)] if empty else list(self._ranges)
+        for cls, count in counts:
+            shelf = None if empty else self._shelves.get(cls)
+            short = count - (shelf.free_units if shelf else 0)
+            while short > 0:
+                carved = self._carve(ranges, cls.granules)
+                if carved is None:
+                    return False
+                short -= carved[1]
+        return True
+
+    def claim(self, counts: Iterable[tuple[UnitClass, int]]) -> bool:
+        """Set aside so many free units of each of these classes, in place of what they had claimed before.
+
+        False if they cannot be had together; then the claims are what they were.
+        """
+        wanted = [(self._shelf(cls), count) for cls, count in counts]
+        before = [shelf.claimed for shelf, _ in wanted]
+        for shelf, count in wanted:
+            shelf.claimed = max(shelf.claimed, count)
+        self._drop_empty()
+        fits = self.fits((shelf.cls, count) for shelf, count in wanted)
+        for (shelf, count), old in zip(wanted, before, strict=True):
+            shelf.claimed = count if fits else old
+            while shelf.free_units < shelf.claimed:
+                self._new_slab(shelf)
+        self._drop_empty()
+        return fits
+
+    def claimed(self, cls: UnitClass) -> int:
+        """Free units that are set aside for the class."""
+        shelf = self._shelves.get(cls)
+        return shelf.claimed if shelf else 0
+
     def allocate(self, cls: UnitClass, count: int) -> list[int]:
         """`count` units, from the fullest slabs first, ascending inside a slab. Raises ArenaFull and takes none if short."""
         if not self.can_allocate(cls, count):
@@ -108,6 +151,7 @@ class Arena:
         while len(units) < count:
             slab = next((next(iter(level.values())) for level in shelf.levels[1:] if level), None) or self._new_slab(shelf)
             units.extend(self._take(shelf, slab, count - len(units)))
+        shelf.used += count
         self.used_granules += count * cls.granules
         self.peak_granules = max(self.peak_granules, self.used_granules)
         return units
@@ -124,11 +168,18 @@ class Arena:
             slab.free |= bit
             slab.free_count += 1
             shelf.free_units += 1
+            shelf.used -= 1
             self.used_granules -= cls.granules
+            shelf.levels[slab.free_count][slab.base] = slab
             if slab.free_count == slab.count:
-                self._drop_slab(shelf, slab)
-            else:
-                shelf.levels[slab.free_count][slab.base] = slab
+                shelf.empty[slab.base] = slab
+                if not self.sticky and shelf.free_units - slab.count >= shelf.claimed:
+                    self._drop_slab(shelf, slab)
+
+    def used(self, cls: UnitClass) -> int:
+        """How many units of the class are handed out."""
+        shelf = self._shelves.get(cls)
+        return shelf.used if shelf else 0
 
     def used_units(self, cls: UnitClass) -> Iterator[int]:
         """Every unit of the class that is handed out."""
@@ -147,9 +198,14 @@ class Arena:
                 spans.append((slab.base, slab.base + slab.count * cls.granules))
                 if slab.free.bit_count() != slab.free_count or shelf.levels[slab.free_count].get(slab.base) is not slab:
                     raise ArenaError(f"slab at {slab.base} of {cls.name!r} miscounts its free units")
+                if (slab.free_count == slab.count) is not (slab.base in shelf.empty):
+                    raise ArenaError(f"slab at {slab.base} of {cls.name!r} is not where empty slabs are")
                 used += (slab.count - slab.free_count) * cls.granules
-            if sum(slab.free_count for slab in shelf.slabs.values()) != shelf.free_units:
+            units = sum(slab.count for slab in shelf.slabs.values())
+            if (sum(slab.free_count for slab in shelf.slabs.values()), units) != (shelf.free_units, shelf.free_units + shelf.used):
                 raise ArenaError(f"class {cls.name!r} miscounts its free units")
+            if shelf.free_units < shelf.claimed:
+                raise ArenaError(f"class {cls.name!r} has {shelf.free_units} free units for claims of {shelf.claimed}")
         if used != self.used_granules:
             raise ArenaError(f"{self.used_granules} granules in the account, {used} in slabs")
         position = 0
@@ -175,6 +231,7 @@ class Arena:
     def _take(self, shelf: _Shelf, slab: _Slab, limit: int) -> list[int]:
         count = min(limit, slab.free_count)
         del shelf.levels[slab.free_count][slab.base]
+        shelf.empty.pop(slab.base, None)
         units = []
         for _ in range(count):
             lowest = slab.free & -slab.free
@@ -185,22 +242,38 @@ class Arena:
         shelf.levels[slab.free_count][slab.base] = slab
         return units
 
-    def _new_slab(self, shelf: _Shelf) -> _Slab:
-        granules = shelf.cls.granules
-        index = next(i for i, (start, end) in enumerate(self._ranges) if end - start >= granules)
-        start, end = self._ranges[index]
+    def _carve(self, ranges: list[tuple[int, int]], granules: int) -> tuple[int, int] | None:
+        """Take a slab's (base, units) out of these free ranges; None if no unit fits."""
+        index = next((i for i, (start, end) in enumerate(ranges) if end - start >= granules), None)
+        if index is None:
+            return None
+        start, end = ranges[index]
         count = min(self.slab_units, (end - start) // granules)
         rest = start + count * granules
-        self._ranges[index : index + 1] = [(rest, end)] if rest < end else []
+        ranges[index : index + 1] = [(rest, end)] if rest < end else []
+        return start, count
+
+    def _new_slab(self, shelf: _Shelf) -> _Slab:
+        carved = self._carve(self._ranges, shelf.cls.granules)
+        assert carved is not None, "the caller has seen that it fits"
+        start, count = carved
         slab = _Slab(start, count, (1 << count) - 1, count)
-        shelf.slabs[start] = slab
+        shelf.slabs[start] = shelf.empty[start] = slab
         insort(shelf.bases, start)
         shelf.levels[count][start] = slab
         shelf.free_units += count
         return slab
 
+    def _drop_empty(self) -> None:
+        """Give empty slabs back to the arena, as far as claims allow."""
+        self.sticky = False
+        for shelf in self._shelves.values():
+            for slab in list(shelf.empty.values()):
+                if shelf.free_units - slab.count >= shelf.claimed:
+                    self._drop_slab(shelf, slab)
+
     def _drop_slab(self, shelf: _Shelf, slab: _Slab) -> None:
-        del shelf.slabs[slab.base]
+        del shelf.slabs[slab.base], shelf.empty[slab.base], shelf.levels[slab.count][slab.base]
         shelf.bases.remove(slab.base)
         shelf.free_units -= slab.count
         start, end = slab.base, slab.base + slab.count * shelf.cls.granules

@@ -40,12 +40,20 @@ class Slice(NamedTuple):
 
 
 class ExtentPool:
-    """All extents of one unit class; a page of `page_size` slots is one unit."""
+    """All extents of one KV group, which has a unit class to itself; a page of `page_size` slots is one unit.
 
-    def __init__(self, arena: Arena, cls: UnitClass, page_size: int) -> None:
+    group: its index among the groups. window: tokens that a query sees, None for all; slack: how many more are kept.
+    """
+
+    def __init__(
+        self, arena: Arena, cls: UnitClass, page_size: int, *, group: int = 0, window: int | None = None, slack: int = 0
+    ) -> None:
         self.arena = arena
         self.cls = cls
         self.page_size = page_size
+        self.group = group
+        self.window = window
+        self.slack = slack
         self.total_units = arena.available(cls)
         self.extents: set[Extent] = set()
 
@@ -73,13 +81,15 @@ class ExtentPool:
             if cached:
                 extent.cached[start, stop] += 1
 
-    def release(self, slices: Iterable[Slice], *, cached: bool = False) -> None:
-        """Drop holds; units that nobody touches any more return to the arena."""
+    def release(self, slices: Iterable[Slice], *, cached: bool = False) -> int:
+        """Drop holds; units that nobody touches any more return to the arena. How many did."""
+        returned = 0
         for extent, start, stop in slices:
             if cached:
                 _drop(extent.cached, (start, stop))
             if not _drop(extent.holders, (start, stop)):
-                self._free_unheld(extent)
+                returned += self._free_unheld(extent)
+        return returned
 
     def swap(self, old: Slice, new: Slice) -> None:
         """Hold `new` instead of `old` (same extent)."""
@@ -128,7 +138,7 @@ class ExtentPool:
             yield from extent.units[start // self.page_size : self.pages(stop)]
 
     def check(self, held: Iterable[Slice], cached: Iterable[Slice]) -> None:
-        """Every extent's holders are exactly the given slices; live units and the arena's used units are the same set."""
+        """Every extent's holders are exactly the given slices; live units and the class's used units are the same set."""
         holders: dict[Extent, Counter[tuple[int, int]]] = {}
         in_cache: dict[Extent, Counter[tuple[int, int]]] = {}
         for extent, start, stop in held:
@@ -147,16 +157,16 @@ class ExtentPool:
             live += [unit for i, unit in enumerate(extent.units) if extent.alive >> i & 1]
         if len(live) != len(set(live)) or set(live) != set(self.arena.used_units(self.cls)):
             raise ArenaError("referenced units and free units do not partition the arena")
-        self.arena.check()
 
-    def _free_unheld(self, extent: Extent) -> None:
+    def _free_unheld(self, extent: Extent) -> int:
         gone = extent.alive & ~self._mask(extent.holders)
         if not gone:
-            return
+            return 0
         extent.alive ^= gone
         self.arena.free(self.cls, [unit for i, unit in enumerate(extent.units) if gone >> i & 1])
         if not extent.alive:
             self.extents.discard(extent)
+        return gone.bit_count()
 
     def _mask(self, holders: Iterable[tuple[int, int]]) -> int:
         mask = 0
