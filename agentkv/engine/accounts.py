@@ -13,7 +13,7 @@ from agentkv.engine.cache.radix import RadixCache
 from agentkv.engine.cache.state import KVState
 from agentkv.engine.core import Status
 from agentkv.engine.scheduler import Scheduler
-from agentkv.engine.units import Units
+from agentkv.engine.units import NOTHING, Units
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def check(pools: KVPools, radix: RadixCache, chains: ChainCache, scheduler: Sche
     for seq in sequences:
         assert (seq.state is None) is (seq.status is Status.WAITING)
         assert (seq.row is None) is (seq.status is not Status.RUNNING)
-        assert Units().within(seq.reserved_units)
+        assert NOTHING.within(seq.reserved_units)
         assert seq.status is Status.RUNNING or not seq.reserved_units
     assert scheduler.oracle.has_room(states, scheduler.reserved_units)
     assert scheduler.reserved_units.within(Units.of(pools.arena.claimed(pool.cls) for pool in pools.pools))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from agentkv.engine.units import Units
+from agentkv.engine.units import NOTHING, Units
 from agentkv.types import FinishReason, Interval, Miss, Sampling
 
 if TYPE_CHECKING:
@@ -135,7 +135,8 @@ class Sequence:
     """One request in the engine. `token_ids[:num_forwarded]` have KV (or had, before a prune).
 
     table_from: by group, pages of the state from this index on are not yet in the row's page table. reserved_units: units that
-    it may still take; peak_units: most that it could at its start. kept_ids: the generated ids to commit where a stop string ended it (None: all that were generated).
+    it may still take; peak_units: most that this can be. kept_ids: the generated ids to commit where a stop string ended it
+    (None: all that were generated).
     history: None where nothing is penalised. allowed: None where every token may come next.
     """
 
@@ -149,8 +150,8 @@ class Sequence:
     row: int | None = None
     state: KVState | None = None
     table_from: list[int] = field(default_factory=list)
-    reserved_units: Units = Units()
-    peak_units: Units = Units()
+    reserved_units: Units = NOTHING
+    peak_units: Units = NOTHING
     num_cached_tokens: int = 0
     num_prefilled_tokens: int = 0
     pending_edits: list[Edit] = field(default_factory=list)

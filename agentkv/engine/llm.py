@@ -18,7 +18,7 @@ from agentkv.engine.demands import check_drawn, check_sampling, equip
 from agentkv.engine.oracle import PagedOracle
 from agentkv.engine.output import TextStream, TextTokenizer
 from agentkv.engine.scheduler import Scheduler
-from agentkv.engine.units import Units
+from agentkv.engine.units import NOTHING, Units
 from agentkv.errors import BadRequest, Busy, Capacity, ContextOverflow, EngineFault
 from agentkv.types import Interval, Miss
 
@@ -377,7 +377,7 @@ class LLM:
         if not self.oracle.claim(claimed):
             self.oracle.reclaim(claimed, keep=chain.chain_id)
             if not self.oracle.claim(claimed):
-                return Units()
+                return NOTHING
         return self.scheduler.spare_units()
 
     def _move(self, moves: list[Moves]) -> None:

@@ -137,7 +137,7 @@ class ModelRunner:
         return _Step(works, tuple(order), token_ids_, positions_, tuple(batches), ends_)
 
     def _group_rows(self, index: int, works: Sequence[RowWork], device: tuple[Tensor, ...]) -> GroupRows:
-        """The rows of one phase in one group. device: their tokens' rows and slots; their lines, lengths; first visible slots."""
+        """The rows of one phase in one group. device: rows and slots of their tokens, lines, lengths, first visible slots."""
         owners, slots, rows, lens, starts = device
         group, table = self.groups[index], self.pages.tables[index]
         windowed = group.window is not None

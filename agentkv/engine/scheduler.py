@@ -13,7 +13,7 @@ from heapq import heapify, heappop, heappush
 from agentkv.engine.cache.state import Change, KVState
 from agentkv.engine.core import Batch, EngineConfig, Reach, RowWork, Sequence, Status, TableUpdate
 from agentkv.engine.oracle import MemoryOracle
-from agentkv.engine.units import Units
+from agentkv.engine.units import NOTHING, Units
 
 
 class Scheduler:
@@ -37,7 +37,7 @@ class Scheduler:
     @property
     def reserved_units(self) -> Units:
         """Units that running sequences may still take; they are claimed, so nobody else can."""
-        return sum((seq.reserved_units for seq in self.running), Units())
+        return sum((seq.reserved_units for seq in self.running), NOTHING)
 
     @property
     def free_rows(self) -> int:
@@ -50,7 +50,7 @@ class Scheduler:
 
     def spare_units(self, seq: Sequence | None = None) -> Units:
         """Free units that nobody else has a claim on."""
-        return self.oracle.unclaimed(self.reserved_units - (seq.reserved_units if seq else Units()))
+        return self.oracle.unclaimed(self.reserved_units - (seq.reserved_units if seq else NOTHING))
 
     def settle(self) -> None:
         """Claim what is reserved, no more."""
@@ -184,7 +184,7 @@ class Scheduler:
         assert seq.row is not None
         self.running.remove(seq)
         heappush(self._rows, seq.row)
-        seq.row, seq.reserved_units = None, Units()
+        seq.row, seq.reserved_units = None, NOTHING
         self.settle()
         self._blocked = False
 

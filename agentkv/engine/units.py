@@ -46,3 +46,7 @@ class Units:
 
     def _with(self, other: Units) -> Iterable[tuple[int, int]]:
         return zip_longest(self.counts, other.counts, fillvalue=0)
+
+
+NOTHING = Units()
+"""No units of any group."""

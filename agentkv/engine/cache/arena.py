@@ -201,8 +201,8 @@ class Arena:
                 if (slab.free_count == slab.count) is not (slab.base in shelf.empty):
                     raise ArenaError(f"slab at {slab.base} of {cls.name!r} is not where empty slabs are")
                 used += (slab.count - slab.free_count) * cls.granules
-            units = sum(slab.count for slab in shelf.slabs.values())
-            if (sum(slab.free_count for slab in shelf.slabs.values()), units) != (shelf.free_units, shelf.free_units + shelf.used):
+            free, units = (sum(getattr(slab, name) for slab in shelf.slabs.values()) for name in ("free_count", "count"))
+            if (free, units - free) != (shelf.free_units, shelf.used):
                 raise ArenaError(f"class {cls.name!r} miscounts its free units")
             if shelf.free_units < shelf.claimed:
                 raise ArenaError(f"class {cls.name!r} has {shelf.free_units} free units for claims of {shelf.claimed}")

@@ -15,7 +15,7 @@ from agentkv.engine.cache.radix import RadixCache
 from agentkv.engine.cache.reclaim import Goal
 from agentkv.engine.cache.state import KVState
 from agentkv.engine.core import Edit, Moves, Request, Sequence
-from agentkv.engine.units import Units
+from agentkv.engine.units import NOTHING, Units
 from agentkv.errors import BadRequest
 from agentkv.types import Interval
 
@@ -195,14 +195,14 @@ class ChainCache:
         kept = self._prunable(chain, intervals)
         state = chain.state
         if state is None or not kept:
-            return 0, Units()
+            return 0, NOTHING
         left = [[holding.left_by(kept) for holding in state.holdings]]
         for point in chain.checkpoints:  # what the state still holds of it is a cut of the state afterwards
             pairs = zip(point.state.holdings, state.holdings, strict=True)
             covers = [theirs.covers(point.state.logical_length) for theirs in state.holdings]
             left.append([([], 0) if covered else mine.left_by(kept) for (mine, _), covered in zip(pairs, covers, strict=True)])
         retained = [tuple(slices for slices, _ in each) for each in left]
-        fresh = Units()
+        fresh = NOTHING
         for each in left:
             fresh += Units.of(pages for _, pages in each)
         released = [*self._radix_tail(chain, state.page_floor(kept[0][0])), *chain.slices()]
@@ -221,7 +221,7 @@ class ChainCache:
         self._disown(chain, state.page_floor(kept[0][0]))
         for point in chain.checkpoints:
             point.state.hollow(state)
-        windows = Units()
+        windows = NOTHING
         for point in chain.checkpoints:
             windows += point.state.copy_units(kept)
         wanted = state.copy_units(kept) + windows

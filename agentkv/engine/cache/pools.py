@@ -107,4 +107,5 @@ class KVPools:
         self.arena.check()
 
     def _by_class(self, units: Units) -> list[tuple[UnitClass, int]]:
-        return [(pool.cls, count) for pool, count in zip(self.pools, units.counts, strict=False)]
+        counts = (*units.counts, *[0] * (len(self.pools) - len(units.counts)))
+        return [(pool.cls, count) for pool, count in zip(self.pools, counts, strict=True)]
