@@ -204,7 +204,8 @@ class Reach:
 class RowWork:
     """One row of a batch: `tokens` enter at logical `position` and physical `slot` of the row's pages.
 
-    reaches: by group, None for those that see everything and where `slot` is the place; () is None for every group.
+    reaches: by group, None for those that see everything and where `slot` is the place; () where every group holds every token
+    and none was pruned.
     sample: draw a token after the last one; `step` numbers the draw (with `seed` it fixes the random stream).
     history: needed where the sampling is penalised. score: what the runner says of the token where logprobs are asked for.
     allowed: gives the checked mask of this draw, None for a row whose token will not count; see `Mask`.

@@ -155,12 +155,17 @@ class ModelRunner:
 
     def _starts(self, work: RowWork, index: int) -> tuple[int, ...]:
         """First slot that each of the row's tokens sees in a window group; () in others. EngineFault where it is not told."""
-        if self.groups[index].window is None:
+        window = self.groups[index].window
+        if window is None:
             return ()
         reach = work.reaches[index] if work.reaches else None
-        if reach is None or len(reach.first) != len(work.tokens):
-            raise EngineFault(f"row {work.row} does not say what its tokens see in a sliding window")
-        return reach.first
+        if reach is not None:
+            return reach.first
+        if work.slot != work.position:
+            raise EngineFault(
+                f"row {work.row} has holes that the batch does not name: {work.slot} slots at position {work.position}"
+            )
+        return tuple(max(0, work.slot + i - window + 1) for i in range(len(work.tokens)))
 
     def _forward(self, step: _Step) -> Tensor:
         """Hidden states `[num_tokens, hidden_size]`, with the hooks called around and inside."""

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from agentkv import methods
-from agentkv.engine.cache.intervals import subtract
-from agentkv.engine.core import GRANULE, Batch, EngineConfig, RowWork
+from agentkv.engine.core import GRANULE, Batch, EngineConfig, Reach, RowWork, TableUpdate
 from agentkv.engine.loader import LoadedModel, load_model
 from agentkv.engine.runner import ModelRunner
 from agentkv.types import Sampling
@@ -38,41 +37,64 @@ class Host:
     holes: dict[int, list[tuple[int, int]]] = field(default_factory=dict)  # row -> pruned logical intervals
 
     def __post_init__(self) -> None:
-        layout = self.loaded.layout(self.page_size)
+        groups = self.loaded.groups(self.page_size)
         count = self.pages_a_row * self.max_rows
         config = EngineConfig(
-            memory=(count + 1) * layout.stripe_bytes,
+            memory=(count + 1) * sum(group.stripe_bytes for group in groups),
             window=self.pages_a_row * self.page_size,
             page_size=self.page_size,
             max_rows=self.max_rows,
         )
         self.runner = ModelRunner(self.loaded, config, self.method or methods.get("dense"))
         self.runner.pages.arena.fill_(0xFF)
-        stride = layout.stripe_bytes // GRANULE
-        units = [1 + stride * index for index in range(count)]  # one granule off, so that no stripe is aligned to another
-        random.Random(self.page_size).shuffle(units)
-        self.units = {row: units[row * self.pages_a_row : (row + 1) * self.pages_a_row] for row in range(self.max_rows)}
+        self.group_units: list[dict[int, list[int]]] = []  # by group: row -> its pages
+        base = 1  # one granule off, so that no stripe is aligned to another
+        for group in groups:
+            stride = group.stripe_bytes // GRANULE
+            units = [base + stride * index for index in range(count)]
+            base += stride * count
+            random.Random(self.page_size).shuffle(units)
+            per = self.pages_a_row
+            self.group_units.append({row: units[row * per : (row + 1) * per] for row in range(self.max_rows)})
+        self.units = self.group_units[0]
         self.given: set[int] = set()
         self.lengths = {row: [0, 0] for row in range(self.max_rows)}
 
     def batch(self, work: dict[int, list[int]], sample: bool = False) -> Batch:
         """A batch that appends tokens to rows, in the order of `work`."""
-        updates = [(row, 0, self.units[row]) for row in work if row not in self.given]
+        updates = [
+            TableUpdate(row, 0, units[row], group)
+            for group, units in enumerate(self.group_units)
+            for row in work
+            if row not in self.given
+        ]
         self.given |= set(work)
         rows = []
         for row, tokens in work.items():
             logical, physical = self.lengths[row]
-            kept = tuple(subtract([(0, logical + len(tokens))], self.holes.get(row, [])))
-            rows.append(RowWork(row, tokens, logical, physical, sample, Sampling(), 0, 0, kept=kept))
+            reaches = tuple(self.reach(row, len(tokens), group.window) for group in self.runner.groups)
+            rows.append(RowWork(row, tokens, logical, physical, sample, Sampling(), 0, 0, reaches=reaches))
             self.lengths[row] = [logical + len(tokens), physical + len(tokens)]
         return Batch(rows, updates)
+
+    def reach(self, row: int, count: int, window: int | None) -> Reach | None:
+        """What the next tokens of the row see, counted over every position; every group holds all that was not pruned."""
+        if window is None:
+            return None
+        logical, physical = self.lengths[row]
+        holes = self.holes.get(row, [])
+        kept = [p for p in range(logical + count) if not any(low <= p < high for low, high in holes)]
+        first = (sum(p <= query - window for p in kept) for query in range(logical, logical + count))
+        return Reach(physical, tuple(first))
 
     def prune(self, row: int, start: int, end: int) -> None:
         """Remove the logical interval [start, end), which has no hole yet, in place."""
         logical, physical = self.lengths[row]
         first = start - sum(max(0, min(high, start) - low) for low, high in self.holes.get(row, []))
-        place = [(unit, slot) for unit in self.units[row] for slot in range(self.page_size)]
-        self.runner.move_slots(place[first + end - start : physical], place[first : physical - (end - start)])
+        for group, units in enumerate(self.group_units):
+            place = [(unit, slot) for unit in units[row] for slot in range(self.page_size)]
+            source, target = place[first + end - start : physical], place[first : physical - (end - start)]
+            self.runner.move_slots(source, target, group)
         self.lengths[row] = [logical, physical - (end - start)]
         self.holes.setdefault(row, []).append((start, end))
 

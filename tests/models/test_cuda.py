@@ -10,7 +10,7 @@ import torch
 
 from agentkv import methods
 from agentkv.engine import layers
-from agentkv.engine.core import GRANULE, Batch, EngineConfig, RowWork
+from agentkv.engine.core import GRANULE, Batch, EngineConfig, RowWork, TableUpdate
 from agentkv.engine.loader import load_model
 from agentkv.engine.runner import ModelRunner
 from agentkv.types import Sampling
@@ -21,10 +21,10 @@ pytestmark = pytest.mark.gpu
 def play(loaded: Any, rows: int, memory: int = 64 << 20, first_unit: int = 0) -> torch.Tensor:
     """Prompts of different lengths, a chunk with history, then decodes of all rows at once: all logits, on the CPU."""
     runner = ModelRunner(loaded, EngineConfig(memory, 256, page_size=16, max_rows=rows), methods.get("dense"))
-    stride = runner.layout.stripe_bytes // GRANULE
+    stride = runner.groups[0].stripe_bytes // GRANULE
     generator = torch.Generator().manual_seed(1)
     order = torch.randperm(rows * 8, generator=generator).tolist()
-    table = [(row, 0, [first_unit + stride * order[row * 8 + page] for page in range(8)]) for row in range(rows)]
+    table = [TableUpdate(row, 0, [first_unit + stride * order[row * 8 + page] for page in range(8)]) for row in range(rows)]
     at = [0] * rows
     outs = []
 
@@ -87,9 +87,9 @@ def test_decodes_of_many_rows_do_not_cost_as_many_steps(micro_path: Any) -> None
     """One launch a layer for all rows: 48 rows at 2K within four times one row."""
     loaded = load_model(micro_path, device="cuda")
     runner = ModelRunner(loaded, EngineConfig(2 << 30, 4096, page_size=16, max_rows=48), methods.get("dense"))
-    stride = runner.layout.stripe_bytes // GRANULE
+    stride = runner.groups[0].stripe_bytes // GRANULE
     pages = 160
-    table = [(row, 0, [stride * (row * pages + page) for page in range(pages)]) for row in range(48)]
+    table = [TableUpdate(row, 0, [stride * (row * pages + page) for page in range(pages)]) for row in range(48)]
     runner.execute(Batch([], table))
 
     def milliseconds(rows: int) -> float:

@@ -283,5 +283,5 @@ def test_the_fingerprint_follows_config_and_weights(folder: Path, model: Any) ->
 def test_facts_of_a_loaded_model(model: Any) -> None:
     loaded = model("qwen3", "float32")
     assert loaded.window == 512
-    assert loaded.layout(16).stripe_bytes == 3 * 2 * 2 * 16 * 12 * 4
+    assert loaded.groups(16)[0].stripe_bytes == 3 * 2 * 2 * 16 * 12 * 4
     assert loaded.weight_bytes == 4 * sum(each.numel() for each in loaded.model.state_dict().values())
