@@ -135,7 +135,8 @@ class Sequence:
     """One request in the engine. `token_ids[:num_forwarded]` have KV (or had, before a prune).
 
     table_from: by group, pages of the state from this index on are not yet in the row's page table. reserved_units: units that
-    it may still take; peak_units: most that this can be. kept_ids: the generated ids to commit where a stop string ended it
+    it may still take; peak_units: most that this can be. shared_until: tokens that it begins with like somebody before it whose
+    windows are gone; what it holds of them is cached when they are forwarded, 0 for nothing. kept_ids: the generated ids to commit where a stop string ended it
     (None: all that were generated).
     history: None where nothing is penalised. allowed: None where every token may come next.
     """
@@ -152,6 +153,7 @@ class Sequence:
     table_from: list[int] = field(default_factory=list)
     reserved_units: Units = NOTHING
     peak_units: Units = NOTHING
+    shared_until: int = 0
     num_cached_tokens: int = 0
     num_prefilled_tokens: int = 0
     pending_edits: list[Edit] = field(default_factory=list)

@@ -269,8 +269,15 @@ class LLM:
             state.cut(length)
         else:
             state, todo = KVState.of(self.pools, match.length, match.pieces), list(wanted)
+        seq.shared_until = match.path if match.path > state.logical_length else 0
         seq.state, seq.pending_edits, seq.num_cached_tokens = state, todo, state.logical_length
         seq.miss = self._miss(seq, chain, fresh)
+
+    def _share(self, seq: Sequence) -> None:
+        """Leave the windows that end here to whoever begins with the same tokens."""
+        assert seq.state is not None
+        self.radix.revive(seq.request.salt, seq.token_ids[: seq.shared_until], seq.state)
+        seq.shared_until = 0
 
     def _miss(self, seq: Sequence, chain: Chain | None, fresh: bool) -> Miss | None:
         reused, limit = seq.num_cached_tokens, seq.num_prompt_tokens - 1
@@ -305,6 +312,8 @@ class LLM:
         touched: list[Drawn] = []
         for index, work in enumerate(batch.rows):
             seq = self._open[work.seq_id]
+            if seq.num_forwarded == seq.shared_until and not isinstance(drawn, EngineFault):
+                self._share(seq)
             seq.num_prefilled_tokens += max(0, min(len(work.tokens), seq.num_prompt_tokens - work.position))
             if isinstance(drawn, EngineFault):
                 seq.fault = drawn

@@ -30,8 +30,9 @@ class Cost(NamedTuple):
 class MemoryOracle(Protocol):
     """What the scheduler knows of memory. Amounts are by group: units of one are of no use to another while they are held."""
 
-    def cost(self, state: KVState | None, edits: Sequence[Edit], length: int) -> Cost:
-        """What growing to `length` logical tokens takes, from nothing or from a state, with the edits on the way."""
+    def cost(self, state: KVState | None, edits: Sequence[Edit], length: int, *, shared_until: int = 0) -> Cost:
+        """What growing to `length` logical tokens takes, from nothing or from a state, with the edits on the way; where it is
+        shared_until tokens long, others begin to hold what it holds."""
         ...
 
     def fits(self, units: Units) -> bool:
@@ -73,7 +74,7 @@ class PagedOracle:
         self.chains = chains
         self.step_tokens = step_tokens
 
-    def cost(self, state: KVState | None, edits: Sequence[Edit], length: int) -> Cost:
+    def cost(self, state: KVState | None, edits: Sequence[Edit], length: int, *, shared_until: int = 0) -> Cost:
         """See MemoryOracle. Exact for full groups, up to the copy of a shared last page, which is always counted."""
         costs = []
         for pool in self.pools.pools:
@@ -82,12 +83,13 @@ class PagedOracle:
                 forecast.grow(edit.at - 1)
                 forecast.remove(edit.removed)
             forecast.grow(length)
-            most = forecast.peak + forecast.start
-            if pool.window is not None:
-                reach = pool.page_size - 1 + pool.window - 1 + pool.slack + self.step_tokens
-                most = min(most, pool.pages(reach) + bool(edits))  # a compaction has one page more
-            peak = max(0, min(forecast.peak, most - forecast.start))
-            costs.append((peak, min(forecast.own, peak), min(forecast.peak, most)))
+            peak = most = forecast.peak
+            if pool.window is not None:  # a compaction has a page more than its window; what is shared later is not used again
+                reach = pool.pages(pool.page_size - 1 + pool.window - 1 + pool.slack + self.step_tokens)
+                peak += reach if shared_until else 0
+                limit = reach * (2 if shared_until else 1) + bool(edits)
+                most, peak = min(peak, limit), max(0, min(peak, limit - forecast.start))
+            costs.append((peak, min(forecast.own, peak), most))
         return Cost(*(Units(counts) for counts in zip(*costs, strict=True)))
 
     def fits(self, units: Units) -> bool:

@@ -100,6 +100,8 @@ class Scheduler:
             if seq.prefilling and budget > 0:
                 self._apply_edits(batch, seq)
                 boundary = seq.pending_edits[0].at - 1 if seq.pending_edits else seq.num_prompt_tokens
+                if seq.num_forwarded < seq.shared_until:
+                    boundary = min(boundary, seq.shared_until)
                 self._add_row(batch, seq, min(budget, boundary - seq.num_forwarded))
         self.settle()
         return batch
@@ -113,7 +115,7 @@ class Scheduler:
         for fresh in (False, True):
             self._resume(seq, fresh)
             length = seq.num_prompt_tokens + seq.max_tokens - 1
-            cost = self.oracle.cost(seq.state, seq.pending_edits, length)
+            cost = self.oracle.cost(seq.state, seq.pending_edits, length, shared_until=seq.shared_until)
             claimed = self.reserved_units + cost.peak
             admitted = self.oracle.claim(claimed)
             if not admitted and self._can_hold(seq, claimed):
@@ -142,7 +144,7 @@ class Scheduler:
             edit = seq.pending_edits.pop(0)
             self._changed(batch, seq, seq.state.remove(edit.removed, self.spare_units(seq)))
             length = seq.num_prompt_tokens + seq.max_tokens - 1
-            cost = self.oracle.cost(seq.state, seq.pending_edits, length)
+            cost = self.oracle.cost(seq.state, seq.pending_edits, length, shared_until=seq.shared_until)
             seq.reserved_units, seq.peak_units = cost.peak, cost.bound
 
     def _add_row(self, batch: Batch, seq: Sequence, count: int) -> None:

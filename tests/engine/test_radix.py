@@ -30,7 +30,8 @@ class Cache:
 
     def state(self, ids: list[int], salt: str = "") -> KVState:
         """Continue from the cache, forward the rest, and check what was found."""
-        state = KVState.of(self.pools, *self.radix.match(salt, ids, len(ids)))
+        match = self.radix.match(salt, ids, len(ids))
+        state = KVState.of(self.pools, match.length, match.pieces)
         found = state.length
         for source, target, _ in state.append(len(ids) - found).moves:
             for a, b in zip(source, target, strict=True):

@@ -6,7 +6,8 @@ ids alone may enter: never what was computed after a prune. Positions are absolu
 
 Full groups have slots in every node. A window group has all of a node's slots or none: the state that was inserted has
 let go of what lies behind its window. A prefix can be continued where its window is there, so a match may be shorter
-than the path.
+than the path. Who has to compute such a path again leaves the window at its end for the next one (`LLM._resume`): where
+two requests part, others will too (Marconi, MLSys 2025, caches recurrent states by the same rule).
 
 A node remembers which chains wrote it. When the last of them lets go and no other node hangs below, it is removed; what
 requests without a chain have written is removed by reclaim alone.
@@ -54,10 +55,12 @@ class Node:
 
 
 class Match(NamedTuple):
-    """A cached prefix: how long, and by group the pieces that end there. `KVState.of` makes a state of it."""
+    """A cached prefix: how long, and by group the pieces that end there. `KVState.of` makes a state of it. path: tokens that
+    somebody has computed, more than `length` where their windows are gone."""
 
     length: int
     pieces: Pieces
+    path: int = 0
 
 
 class RadixCache:
@@ -81,10 +84,10 @@ class RadixCache:
         path = list(self._walk(salt, ids[:limit]))
         for node, _ in path:
             node.last_used = now
+        known = _end(path)
         while path and not all(self._whole(path, pool) for pool in self.pools.pools):
             path.pop()
-        length = path[-1][0].start + path[-1][1] if path else 0
-        return Match(length, tuple(self._pieces(path, pool) for pool in self.pools.pools))
+        return Match(_end(path), tuple(self._pieces(path, pool) for pool in self.pools.pools), known)
 
     def insert(self, salt: str, ids: Sequence[int], state: KVState, owner: str | None) -> None:
         """Cache the state's KV up to its first hole; `ids` are at least its tokens. What is cached already stays.
@@ -108,6 +111,13 @@ class RadixCache:
             leaf.pieces = [None] * len(self.pools.pools)
             parent.children[leaf.tokens[0]] = leaf
         self._fill(salt, ids[:length], state)
+
+    def revive(self, salt: str, ids: Sequence[int], state: KVState) -> None:
+        """Give a cached path the windows that end with it, from the state of these `ids`; nothing is done past its end."""
+        for node, count in list(self._walk(salt, ids)):
+            if count < len(node.tokens):
+                self.split(node, count)
+        self._fill(salt, ids, state)
 
     def tail(self, salt: str, ids: Sequence[int], owner: str, keep: int) -> list[Node]:
         """Nodes of `ids` from token `keep` on that only this chain has written, deepest first; they go by `disown`.
@@ -196,8 +206,7 @@ class RadixCache:
         """Does the pool have the window that ends where the path does?"""
         if pool.window is None:
             return True
-        last, count = path[-1]
-        low = max(0, last.start + count - (pool.window - 1))
+        low = max(0, _end(path) - (pool.window - 1))
         for node, _ in reversed(path):
             if node.end <= low:
                 break
@@ -208,8 +217,7 @@ class RadixCache:
     def _pieces(self, path: list[tuple[Node, int]], pool: ExtentPool) -> list[Slice]:
         """The path's pieces: all of them, or those that reach back without a gap, as far as a window with its slack."""
         out: list[list[Slice]] = []
-        length = path[-1][0].start + path[-1][1] if path else 0
-        low = 0 if pool.window is None else max(0, length - (pool.window - 1) - pool.slack)
+        low = 0 if pool.window is None else max(0, _end(path) - (pool.window - 1) - pool.slack)
         for node, count in reversed(path):
             held = node.pieces[pool.group]
             if held is None or node.end <= low:
@@ -255,6 +263,11 @@ class RadixCache:
             if node.start >= keep:
                 out.append(node)
         return out
+
+
+def _end(path: list[tuple[Node, int]]) -> int:
+    """Position behind a path of (node, tokens of its edge)."""
+    return path[-1][0].start + path[-1][1] if path else 0
 
 
 def between(pieces: list[Slice], low: int, high: int) -> list[Slice]:
