@@ -47,8 +47,8 @@ class MemoryOracle(Protocol):
         """Free units by group beside these claims."""
         ...
 
-    def hold(self) -> None:
-        """What is freed from here on stays where the next claim finds it."""
+    def hold(self, on: bool) -> None:
+        """Does what is freed from here on stay where the next claim finds it?"""
         ...
 
     def has_room(self, states: Iterable[KVState], claimed: Units) -> bool:
@@ -104,9 +104,9 @@ class PagedOracle:
         """See MemoryOracle."""
         return self.pools.unclaimed(claimed)
 
-    def hold(self) -> None:
+    def hold(self, on: bool) -> None:
         """See MemoryOracle."""
-        self.pools.arena.sticky = True
+        self.pools.arena.sticky = on
 
     def has_room(self, states: Iterable[KVState], claimed: Units) -> bool:
         """See MemoryOracle."""

@@ -32,6 +32,7 @@ class Scheduler:
         self._resume = resume
         self._rows = list(range(config.max_rows))
         self._blocked = False
+        self._unsettled = False  # what is reserved is not what is claimed
         heapify(self._rows)
 
     @property
@@ -56,6 +57,7 @@ class Scheduler:
         """Claim what is reserved, no more."""
         found = self.oracle.claim(self.reserved_units)
         assert found, "what was reserved is gone"
+        self._unsettled = False
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence."""
@@ -91,19 +93,21 @@ class Scheduler:
         while self.waiting and self._rows and not self._blocked:
             self._blocked = not self._admit(self.waiting[0])
         batch = Batch(rows=[])
-        self.oracle.hold()
+        self.oracle.hold(True)
         for seq in self.running:
             if not seq.prefilling:
                 self._add_row(batch, seq, 1)
         for seq in self.running:
-            budget = self.config.step_tokens - batch.num_tokens
-            if seq.prefilling and budget > 0:
+            budget = self.config.step_tokens - batch.num_tokens if seq.prefilling else 0
+            if budget > 0:
                 self._apply_edits(batch, seq)
                 boundary = seq.pending_edits[0].at - 1 if seq.pending_edits else seq.num_prompt_tokens
                 if seq.num_forwarded < seq.shared_until:
                     boundary = min(boundary, seq.shared_until)
                 self._add_row(batch, seq, min(budget, boundary - seq.num_forwarded))
-        self.settle()
+        self.oracle.hold(False)
+        if self._unsettled:
+            self.settle()
         return batch
 
     def _admit(self, seq: Sequence) -> bool:
@@ -123,7 +127,7 @@ class Scheduler:
                 admitted = self.oracle.claim(claimed)
             if admitted:
                 self.waiting.popleft()
-                seq.status, seq.row, seq.table_from = Status.RUNNING, heappop(self._rows), []
+                seq.status, seq.row, seq.table_from = Status.RUNNING, heappop(self._rows), [0] * len(cost.peak.counts)
                 seq.reserved_units, seq.peak_units = cost.peak, cost.bound
                 self.running.append(seq)
                 return True
@@ -146,6 +150,7 @@ class Scheduler:
             length = seq.num_prompt_tokens + seq.max_tokens - 1
             cost = self.oracle.cost(seq.state, seq.pending_edits, length, shared_until=seq.shared_until)
             seq.reserved_units, seq.peak_units = cost.peak, cost.bound
+            self._unsettled = True
 
     def _add_row(self, batch: Batch, seq: Sequence, count: int) -> None:
         """`count` tokens of the sequence enter the batch; the last one draws if it is the last there is."""
@@ -153,13 +158,15 @@ class Scheduler:
         assert seq.row is not None
         position = seq.num_forwarded
         change = seq.state.append(count)
-        seq.reserved_units = (seq.reserved_units - change.new_units).least(seq.peak_units)
+        if change.new_units:
+            seq.reserved_units = (seq.reserved_units - change.new_units).least(seq.peak_units)
+            self._unsettled = True
         self._changed(batch, seq, change)
         for group, holding in enumerate(seq.state.holdings):
-            first = max(seq.table_from[group], holding.first_page)
-            if first < holding.next_page:
+            if seq.table_from[group] < holding.next_page:
+                first = max(seq.table_from[group], holding.first_page)
                 batch.table_updates.append(TableUpdate(seq.row, first, holding.units[first - holding.first_page :], group))
-            seq.table_from[group] = holding.next_page
+                seq.table_from[group] = holding.next_page
         batch.rows.append(
             RowWork(
                 row=seq.row,
@@ -179,8 +186,8 @@ class Scheduler:
 
     def _changed(self, batch: Batch, seq: Sequence, change: Change) -> None:
         batch.moves += change.moves
-        before = seq.table_from or [0] * len(change.first_pages)
-        seq.table_from = [min(pair) for pair in zip(before, change.first_pages, strict=True)]
+        for group, first in enumerate(change.first_pages):
+            seq.table_from[group] = min(seq.table_from[group], first)
 
     def _leave_row(self, seq: Sequence) -> None:
         assert seq.row is not None
@@ -193,7 +200,7 @@ class Scheduler:
 
 def _reaches(state: KVState, position: int, count: int) -> tuple[Reach | None, ...]:
     """What window groups tell of the `count` tokens that were just appended at logical `position`."""
-    if all(holding.pool.window is None for holding in state.holdings):
+    if not state.pools.windowed:
         return ()
     return tuple(
         None

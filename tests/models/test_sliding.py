@@ -170,6 +170,29 @@ def test_a_pruned_chain_generates_what_transformers_does(family: str, model: Any
         assert got == want
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_memory_that_full_retention_would_not_fit_in(family: str, model: Any) -> None:
+    """Pages behind the window are freed and used again, and nothing changes: 220 tokens, batched, chunked, turn after turn."""
+    loaded = model(family, "float64")
+    every = sum(group.token_bytes for group in loaded.groups(4))
+    near = sum(group.token_bytes for group in loaded.groups(4) if group.window)
+    prompts = [tokens_of(200, 30), tokens_of(120, 31)]
+    for reuse in ("radix", "chain"):
+        small = engine_of(model, family, reuse, memory=every * 430 - near * 200, step_tokens=16)
+        histories = [list(prompt) for prompt in prompts]
+        for turn in range(3):
+            asked = [request(ids, f"c{index}") for index, ids in enumerate(histories)]
+            made = answers(small, asked)
+            fresh = engine_of(model, family, "chain")
+            assert made == [answers(fresh, [request(ids)])[0] for ids in histories]
+            histories = [ids + more + tokens_of(2, turn) for ids, more in zip(histories, made, strict=True)]
+        assert sum(len(ids) for ids in histories) > 400
+        small.rollback("c0", 212)
+        assert answers(small, [request(histories[0][:212] + [5], "c0")]) == answers(
+            engine_of(model, family, "chain"), [request(histories[0][:212] + [5])]
+        )
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision(dtype: str, model: Any, host: Any, checkpoint: Any) -> None:
     from transformers import AutoModelForCausalLM

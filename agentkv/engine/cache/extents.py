@@ -91,10 +91,12 @@ class ExtentPool:
                 returned += self._free_unheld(extent)
         return returned
 
-    def swap(self, old: Slice, new: Slice) -> None:
-        """Hold `new` instead of `old` (same extent)."""
-        self.retain([new])
-        self.release([old])
+    def extend(self, tail: Slice, stop: int) -> Slice:
+        """Hold more of the extent than `tail` does, up to `stop`, instead of it."""
+        extent, start, end = tail
+        extent.holders[start, stop] += 1
+        _drop(extent.holders, (start, end))
+        return Slice(extent, start, stop)
 
     def writable(self, tail: Slice) -> bool:
         """May the holder of `tail` write past its stop inside its last page? Not if another slice reads there."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from agentkv.engine.cache.arena import ArenaFull
 from agentkv.engine.cache.extents import ExtentPool, Slice
@@ -30,6 +31,15 @@ class Shift:
     first_page: int
     new_units: int = 0
     moves: list[Moves] = field(default_factory=list)
+
+
+class Growth(NamedTuple):
+    """What the next tokens take in one group. pages: how many fresh ones, from index first_page on. copies: the last page is
+    partly filled and not ours to write, so the first fresh one is a copy of it."""
+
+    first_page: int
+    pages: int
+    copies: bool
 
 
 class Holding:
@@ -118,33 +128,45 @@ class Holding:
         self.start = self.length = self.floor = 0
         return returned
 
-    def needed(self, count: int) -> int:
-        """Pages that `grow` takes."""
-        return self.pool.pages(self.length + count) - (self.length // self.pool.page_size if self._copies else self.next_page)
+    def fill(self, count: int, position: int) -> None:
+        """Slots for `count` tokens from logical `position` on, in what is left of the last page (see `room`)."""
+        tail = self.slices[-1]
+        self.slices[-1] = self.pool.extend(tail, tail.stop + count)
+        append_run(self.runs, position, count)
+        self.length += count
 
-    def grow(self, count: int, position: int) -> Shift:
-        """Slots for `count` tokens from logical `position` on. Raises ArenaFull."""
-        page, offset, copies = self.pool.page_size, self.length % self.pool.page_size, self._copies
-        shift = Shift(self.length // page if copies else self.next_page, self.needed(count))
-        if offset and not copies:
+    def room(self) -> int:
+        """Slots that are left of a last page that is partly filled and ours to write."""
+        offset = self.length % self.pool.page_size
+        return self.pool.page_size - offset if offset and self.pool.writable(self.slices[-1]) else 0
+
+    def plan(self, count: int) -> Growth:
+        """What `count` tokens more will take."""
+        page, pages = self.pool.page_size, self.first_page + len(self.units)
+        copies = bool(self.length % page) and not self.pool.writable(self.slices[-1])
+        first = self.length // page if copies else pages
+        return Growth(first, self.pool.pages(self.length + count) - first, copies)
+
+    def grow(self, count: int, position: int, growth: Growth) -> list[Moves]:
+        """Slots for `count` tokens from logical `position` on, as planned; the moves to make. Raises ArenaFull."""
+        page, moves = self.pool.page_size, list[Moves]()
+        offset = self.length % page
+        if offset and not growth.copies:
             tail = self.slices[-1]
-            self.slices[-1] = tail._replace(stop=min(tail.stop + count, tail.stop + page - offset))
-            self.pool.swap(tail, self.slices[-1])
-        if shift.new_units:
-            fresh = self.pool.make(shift.new_units, self.length + count - shift.first_page * page)
-            if copies:
+            self.slices[-1] = self.pool.extend(tail, tail.stop + min(count, page - offset))
+        if growth.pages:
+            fresh = self.pool.make(growth.pages, self.length + count - growth.first_page * page)
+            if growth.copies:
                 source, target = self.units[-1], fresh.extent.units[0]
                 pairs = [(source, i) for i in range(offset)], [(target, i) for i in range(offset)]
-                shift.moves.append(Moves(*pairs, self.pool.group))
+                moves.append(Moves(*pairs, self.pool.group))
                 self.keep(self.length - offset)
+                self.length += offset
             self.slices.append(fresh)
             self.units.extend(fresh.extent.units)
-        if self.runs and self.runs[-1][1] == position:
-            self.runs[-1] = (self.runs[-1][0], position + count)
-        else:
-            self.runs.append((position, position + count))
-        self.length = self.start + size(self.runs)
-        return shift
+        append_run(self.runs, position, count)
+        self.length += count
+        return moves
 
     def trim(self, length: int) -> int:
         """Let go of pages that no token from logical `length` on will see, nor any a few tokens before; units that returned."""
@@ -262,10 +284,13 @@ class Holding:
         self.runs = subtract(self.runs, intervals)
         return shift
 
-    @property
-    def _copies(self) -> bool:
-        """Is the last page partly filled and not ours to write?"""
-        return bool(self.length % self.pool.page_size) and not self.pool.writable(self.slices[-1])
+
+def append_run(runs: list[Interval], position: int, count: int) -> None:
+    """Let logical intervals end with `count` positions from `position` on."""
+    if runs and runs[-1][1] == position:
+        runs[-1] = (runs[-1][0], position + count)
+    else:
+        runs.append((position, position + count))
 
 
 class Compaction:

@@ -26,6 +26,8 @@ class KVPools:
         self.pools = tuple(pools)
         self.page_lcm = lcm(*(pool.page_size for pool in self.pools))
         """Slots after which a page begins in every group."""
+        self.windowed = any(pool.window is not None for pool in self.pools)
+        """Does a group let go of pages behind a window?"""
 
     @classmethod
     def over(cls, num_granules: int, groups: Sequence[KVGroup]) -> KVPools:

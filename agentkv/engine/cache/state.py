@@ -14,18 +14,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from agentkv.engine.cache.arena import ArenaFull
-from agentkv.engine.cache.holding import Holding, Shift
+from agentkv.engine.cache.holding import Holding, Shift, append_run
 from agentkv.engine.cache.intervals import clip, merged, normal_edits, size, subtract
 from agentkv.engine.cache.pools import KVPools, Pieces
 from agentkv.engine.core import Edit, Moves
-from agentkv.engine.units import Units
+from agentkv.engine.units import NOTHING, Units
 from agentkv.types import Interval
 
 
 @dataclass(slots=True)
 class Change:
     """What the device must do after a state changed. moves: calls to make, in order. first_pages: by group, the first page
-    that is another unit than before. new_units: units taken from the arena, net."""
+    that is another unit than before; () where every page is what it was. new_units: units taken from the arena, net."""
 
     first_pages: tuple[int, ...]
     new_units: Units
@@ -134,16 +134,14 @@ class KVState:
         Raises ArenaFull before anything else changes.
         """
         self._live()
-        returned = self.trim()
-        needed = Units.of(holding.needed(count) for holding in self.holdings)
-        if needed and not self.pools.fits(needed):
-            raise ArenaFull(f"{needed.counts} pages wanted, {self.pools.free.counts} free")
-        change = Change.of([holding.grow(count, self.logical_length) for holding in self.holdings])
-        change.new_units -= returned
-        if self.runs and self.runs[-1][1] == self.logical_length:
-            self.runs[-1] = (self.runs[-1][0], self.logical_length + count)
+        returned = self.trim() if self.pools.windowed else NOTHING
+        if all([holding.room() >= count for holding in self.holdings]):
+            change = Change((), NOTHING - returned if returned else NOTHING)
+            for holding in self.holdings:
+                holding.fill(count, self.logical_length)
         else:
-            self.runs.append((self.logical_length, self.logical_length + count))
+            change = self._grow(count, returned)
+        append_run(self.runs, self.logical_length, count)
         self.logical_length += count
         self.length += count
         return change
@@ -226,6 +224,17 @@ class KVState:
         self.length = size(self.runs)
         self.edits = edits
         return Change.of(shifts)
+
+    def _grow(self, count: int, returned: Units) -> Change:
+        """`append` where a group needs pages. returned: units that its windows have let go of."""
+        plans = [holding.plan(count) for holding in self.holdings]
+        needed = Units.of(plan.pages for plan in plans)
+        if not self.pools.fits(needed):
+            raise ArenaFull(f"{needed.counts} pages wanted, {self.pools.free.counts} free")
+        change = Change(tuple(plan.first_page for plan in plans), needed - returned)
+        for holding, plan in zip(self.holdings, plans, strict=True):
+            change.moves += holding.grow(count, self.logical_length, plan)
+        return change
 
     def _live(self) -> None:
         if self.closed:
