@@ -136,8 +136,8 @@ class Sequence:
 
     table_from: by group, pages of the state from this index on are not yet in the row's page table. reserved_units: units that
     it may still take; peak_units: most that this can be. shared_until: tokens that it begins with like somebody before it whose
-    windows are gone; what it holds of them is cached when they are forwarded, 0 for nothing. kept_ids: the generated ids to commit where a stop string ended it
-    (None: all that were generated).
+    windows are gone; what it holds of them is cached when they are forwarded, 0 for nothing. kept_ids: the generated ids to
+    commit where a stop string ended it (None: all that were generated).
     history: None where nothing is penalised. allowed: None where every token may come next.
     """
 

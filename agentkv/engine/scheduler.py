@@ -203,8 +203,6 @@ def _reaches(state: KVState, position: int, count: int) -> tuple[Reach | None, .
     if not state.pools.windowed:
         return ()
     return tuple(
-        None
-        if holding.pool.window is None
-        else Reach(holding.length - count, holding.first_visible(position, count))
+        None if holding.pool.window is None else Reach(holding.length - count, holding.first_visible(position, count))
         for holding in state.holdings
     )

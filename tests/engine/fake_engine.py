@@ -86,7 +86,9 @@ class FakeRunner:
         for work in batch.rows:  # nobody may write where another row writes
             for group in range(len(self.groups)):
                 for i in range(len(work.tokens)):
-                    assert owners.setdefault((group, self._slot(group, work.row, work.slot_in(group) + i)), work.row) == work.row
+                    assert (
+                        owners.setdefault((group, self._slot(group, work.row, work.slot_in(group) + i)), work.row) == work.row
+                    )
         drawn = [self._forward(work) for work in batch.rows]
         if self.steps in self.fail_execute:
             raise RuntimeError("device fault")

@@ -21,11 +21,14 @@ pytestmark = pytest.mark.gpu
 def play(loaded: Any, rows: int, memory: int = 64 << 20, first_unit: int = 0) -> torch.Tensor:
     """Prompts of different lengths, a chunk with history, then decodes of all rows at once: all logits, on the CPU."""
     runner = ModelRunner(loaded, EngineConfig(memory, 256, page_size=16, max_rows=rows), methods.get("dense"))
-    stride = runner.groups[0].stripe_bytes // GRANULE
     generator = torch.Generator().manual_seed(1)
     order = torch.randperm(rows * 8, generator=generator).tolist()
-    table = [TableUpdate(row, 0, [first_unit + stride * order[row * 8 + page] for page in range(8)]) for row in range(rows)]
-    at = [0] * rows
+    table, at, base = list[TableUpdate](), [0] * rows, first_unit
+    for index, group in enumerate(runner.groups):
+        stride = group.stripe_bytes // GRANULE
+        pages = [[base + stride * place for place in order[row * 8 : row * 8 + 8]] for row in range(rows)]
+        table += [TableUpdate(row, 0, units, index) for row, units in enumerate(pages)]
+        base += stride * rows * 8
     outs = []
 
     def step(counts: dict[int, int], updates: list[Any]) -> None:

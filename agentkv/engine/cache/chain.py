@@ -69,9 +69,7 @@ class Chain:
         best = max(found, key=lambda each: each[1], default=None)
         return best if best is not None and best[1] else None
 
-    def continuation(
-        self, request: Request, wanted: tuple[Edit, ...], limit: int
-    ) -> tuple[KVState, int, list[Edit]] | None:
+    def continuation(self, request: Request, wanted: tuple[Edit, ...], limit: int) -> tuple[KVState, int, list[Edit]] | None:
         """The holder that can give the most leading tokens of the request, how many, and the edits left to apply.
 
         A cut is usable if it has seen exactly the edits that the request's history had seen there.

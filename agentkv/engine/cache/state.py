@@ -135,7 +135,7 @@ class KVState:
         """
         self._live()
         returned = self.trim() if self.pools.windowed else NOTHING
-        if all([holding.room() >= count for holding in self.holdings]):
+        if all(holding.room() >= count for holding in self.holdings):
             change = Change((), NOTHING - returned if returned else NOTHING)
             for holding in self.holdings:
                 holding.fill(count, self.logical_length)
