@@ -11,6 +11,7 @@ from agentkv.engine.cache.intervals import size
 from agentkv.engine.cache.pools import KVPools, Pieces
 from agentkv.engine.cache.radix import RadixCache
 from agentkv.engine.cache.state import KVState
+from agentkv.engine.cache.tiers import WarmTier
 from agentkv.engine.core import Status
 from agentkv.engine.scheduler import Scheduler
 from agentkv.engine.units import NOTHING, Units
@@ -21,7 +22,9 @@ class EngineStats:
     """Where the arena's units are; free + active + chains + checkpoints + radix = total.
 
     A unit held by several is counted for the first of: active (sequences), chains, checkpoints, radix. Where groups have units
-    of different sizes, all counts are in the largest size that divides them.
+    of different sizes, all counts are in the largest size that divides them. fragmented: bytes by unit class that are free but
+    that the class cannot have without moves; moved_bytes: what moves have copied so far. warm_bytes: copies in host memory;
+    demotions, restores: how many were made and used so far.
     """
 
     unit_bytes: int
@@ -35,6 +38,11 @@ class EngineStats:
     rows: int
     waiting: int
     finished: int
+    fragmented: dict[str, int]
+    moved_bytes: int
+    warm_bytes: int
+    demotions: int
+    restores: int
 
     @property
     def bytes(self) -> dict[str, int]:
@@ -43,7 +51,7 @@ class EngineStats:
         return {name: getattr(self, name) * self.unit_bytes for name in names}
 
 
-def measure(pools: KVPools, radix: RadixCache, chains: ChainCache, scheduler: Scheduler) -> EngineStats:
+def measure(pools: KVPools, radix: RadixCache, chains: ChainCache, scheduler: Scheduler, tier: WarmTier) -> EngineStats:
     """Count every unit once."""
     seen: list[set[int]] = [set() for _ in pools.pools]
     unit = gcd(*(pool.cls.unit_bytes for pool in pools.pools))
@@ -70,10 +78,15 @@ def measure(pools: KVPools, radix: RadixCache, chains: ChainCache, scheduler: Sc
         rows=len(scheduler.running),
         waiting=len(scheduler.waiting),
         finished=len(scheduler.finished),
+        fragmented={cls.name: pools.arena.fragmented_bytes(cls) for cls in list(pools.arena.shelves)},
+        moved_bytes=pools.arena.moved_bytes,
+        warm_bytes=tier.used_bytes,
+        demotions=tier.demotions,
+        restores=tier.restores,
     )
 
 
-def check(pools: KVPools, radix: RadixCache, chains: ChainCache, scheduler: Scheduler) -> None:
+def check(pools: KVPools, radix: RadixCache, chains: ChainCache, scheduler: Scheduler, tier: WarmTier) -> None:
     """Walk every holder and compare with the counts. Raises ArenaError or AssertionError.
 
     Free and referenced units partition the arena; each sequence is in the one queue of its status; rows are held once; what
@@ -84,6 +97,7 @@ def check(pools: KVPools, radix: RadixCache, chains: ChainCache, scheduler: Sche
     held = [pieces for chain in chains.chains.values() for pieces in chain.slices()]
     pools.check([*held, *(state.slices for state in states)], radix.slices())
     radix.check()
+    tier.check()
     for status, queue in (
         (Status.WAITING, scheduler.waiting),
         (Status.RUNNING, scheduler.running),
@@ -106,6 +120,7 @@ def check(pools: KVPools, radix: RadixCache, chains: ChainCache, scheduler: Sche
     for name, chain in chains.chains.items():
         assert chain.chain_id == name
         assert chain.active is None or chain.active in sequences
+        assert chain.warm is None or (chain.state is None and (chain.warm.parts is None or tier.holds(chain.warm)))
         assert chain.state is None or chain.state.logical_length < len(chain.token_ids)
         assert all(point.length <= len(chain.token_ids) for point in chain.checkpoints)
 

@@ -61,7 +61,8 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Sizes of the engine. memory: bytes of the KV arena; window: most logical tokens of a sequence."""
+    """Sizes of the engine. memory: bytes of the KV arena; window: most logical tokens of a sequence; warm_memory: most bytes
+    of host memory for the KV of idle chains, 0 for none."""
 
     memory: int
     window: int
@@ -69,6 +70,7 @@ class EngineConfig:
     max_rows: int = 64
     step_tokens: int = 2048
     checkpoints: int = 2
+    warm_memory: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +293,21 @@ class Runner(Protocol):
         """
         ...
 
+    def move_units(self, unit_bytes: int, source: list[int], target: list[int]) -> None:
+        """Copy whole units from granule to granule, in order (defragmentation).
+
+        Sources ascend and no target overlaps a source that comes later; a target may overlap its own source.
+        """
+        ...
+
+    def read_units(self, unit_bytes: int, units: list[int]) -> memoryview:
+        """The bytes of units, one after another, in host memory that nobody else writes (demotion to the warm tier)."""
+        ...
+
+    def write_units(self, unit_bytes: int, units: list[int], data: memoryview) -> None:
+        """Put such bytes into units, bit for bit."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
@@ -306,7 +323,8 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class ChainInfo:
-    """What is held for a chain. bytes_unique return to the pool when the chain is closed."""
+    """What is held for a chain. bytes_unique return to the pool when the chain is closed. warm_tokens: slots of its copy in
+    host memory."""
 
     chain_id: str
     logical_length: int
@@ -315,3 +333,4 @@ class ChainInfo:
     bytes_unique: int
     busy: bool
     checkpoints: tuple[int, ...]
+    warm_tokens: int = 0

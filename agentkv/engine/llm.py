@@ -13,8 +13,10 @@ from agentkv.engine.cache.intervals import common_prefix, merged, normal_edits, 
 from agentkv.engine.cache.pools import KVPools
 from agentkv.engine.cache.radix import RadixCache
 from agentkv.engine.cache.state import KVState
+from agentkv.engine.cache.tiers import WarmTier
 from agentkv.engine.core import Batch, ChainInfo, Drawn, EngineConfig, Moves, Request, Runner, Sequence, Status, StepOutput
 from agentkv.engine.demands import check_drawn, check_sampling, equip
+from agentkv.engine.device_memory import DeviceMemory
 from agentkv.engine.oracle import PagedOracle
 from agentkv.engine.output import TextStream, TextTokenizer
 from agentkv.engine.scheduler import Scheduler
@@ -29,7 +31,7 @@ class LLM:
     """One model behind a runner. Not thread-safe: everything is called from one thread, between steps.
 
     tokenizer None: no text and no stop strings. reuse: "radix" shares prefixes between all requests of a salt; "chain" only
-    continues chains (methods whose KV is no function of the token prefix).
+    continues chains (methods whose KV is no function of the token prefix). fingerprint: what KV depends on beside its tokens.
 
     A sequence ends FINISHED and keeps its state until `commit` or `abort`; one that faults is closed at once.
     """
@@ -41,6 +43,7 @@ class LLM:
         *,
         tokenizer: TextTokenizer | None = None,
         reuse: Literal["radix", "chain"] = "radix",
+        fingerprint: str = "",
     ) -> None:
         if config.step_tokens < config.max_rows:
             raise BadRequest(
@@ -53,28 +56,36 @@ class LLM:
         tick = count(1).__next__
         self.pools = KVPools.over(runner.num_granules, runner.groups)
         self.arena = self.pools.arena
+        self.memory = DeviceMemory(runner, lambda: self.scheduler.batch)
+        self.arena.mover = self.memory.move_units
         self.radix = RadixCache(self.pools, tick, enabled=reuse == "radix")
-        self.chains = ChainCache(self.pools, self.radix, tick, config.checkpoints)
+        self.tier = WarmTier(self.pools, self.memory, config.warm_memory, fingerprint)
+        self.chains = ChainCache(self.pools, self.radix, tick, config.checkpoints, self.tier)
         self.oracle = PagedOracle(self.pools, self.radix, self.chains, config.step_tokens)
         self.scheduler = Scheduler(config, self.oracle, self._resume)
         self._ids = count(1)
         self._open: dict[int, Sequence] = {}
         self._streams: dict[int, TextStream] = {}
+        self._lost: list[Drawn] = []
 
     def step(self) -> list[StepOutput]:
         """Forward one batch; what it made for each sequence that got a token or ended.
 
         Nothing can run while every free unit is held by finished sequences that were not committed or aborted.
         """
-        batch = self.scheduler.schedule()
+        try:
+            batch = self.scheduler.schedule()
+        except EngineFault as fault:
+            self._lose_all(fault)
+            batch = Batch(rows=[])
         drawn = self._execute(batch)
         touched = self._accept(batch, drawn)
         return self._collect(touched)
 
     @property
     def has_work(self) -> bool:
-        """Is a sequence waiting or running?"""
-        return bool(self.scheduler.waiting or self.scheduler.running)
+        """Is a sequence waiting or running, or was one ended that no step has told of yet?"""
+        return bool(self.scheduler.waiting or self.scheduler.running or self._lost)
 
     @property
     def peak_bytes(self) -> int:
@@ -151,11 +162,15 @@ class LLM:
             return 0, 0
         intervals = merged(intervals)
         freed = self.price(chain_id, intervals)
-        moves = self.chains.prune(chain, intervals, lambda units: self._acquire(units, chain))
-        self.scheduler.settle()
+        try:
+            moves = self.chains.prune(chain, intervals, lambda units: self._acquire(units, chain))
+            self.scheduler.settle()
+        except EngineFault as fault:
+            self._lose_all(fault)
+            raise
         self.scheduler.memory_changed()
         try:
-            self._move(moves)
+            self.memory.move_slots(moves)
         except EngineFault:
             self.chains.lose(chain, "reclaimed")  # pages are used again while they are read: nothing can be trusted
             raise
@@ -187,10 +202,13 @@ class LLM:
             self.scheduler.memory_changed()
 
     def suspend(self, chain_id: str) -> None:
-        """Its KV is reclaimed before that of other chains, until the next request."""
+        """Its KV goes to host memory where there is room, and is reclaimed before that of other chains otherwise, until the
+        next request."""
         chain = self.chains.chains.get(chain_id)
         if chain is not None:
             chain.suspended = True
+            if self.chains.demote(chain):
+                self.scheduler.memory_changed()
 
     def drop(self, chain_id: str) -> None:
         """Forget the chain; what other chains and requests share stays. Raises Busy."""
@@ -212,17 +230,18 @@ class LLM:
             bytes_unique=self.pools.bytes(self.chains.unique_units(chain)),
             busy=chain.active is not None,
             checkpoints=tuple(checkpoint.length for checkpoint in chain.checkpoints),
+            warm_tokens=chain.warm.length if chain.warm is not None and not chain.warm.lost else 0,
         )
 
     # -- accounts
 
     def stats(self) -> EngineStats:
         """Where the memory is. Walks every table: for metrics, not for every step."""
-        return measure(self.pools, self.radix, self.chains, self.scheduler)
+        return measure(self.pools, self.radix, self.chains, self.scheduler, self.tier)
 
     def check(self) -> None:
         """Integrity of every account, found by walking all holders. Raises ArenaError or AssertionError."""
-        check(self.pools, self.radix, self.chains, self.scheduler)
+        check(self.pools, self.radix, self.chains, self.scheduler, self.tier)
         queued = {seq.seq_id for seq in self.scheduler.sequences()}
         assert queued == set(self._open)
         assert self.tokenizer is None or queued == set(self._streams)
@@ -261,8 +280,12 @@ class LLM:
         request, limit = seq.request, seq.num_prompt_tokens - 1
         wanted = normal_edits(request.edits, seq.num_prompt_tokens)
         chain = self.chains.chains.get(request.chain_id or "")
+        plain = 0 if fresh else min([limit, *(edit.at - 1 for edit in wanted)])
+        if chain is not None and chain.warm is not None and not fresh:
+            if chain.promise(request, wanted, limit) > self.radix.match(request.salt, seq.token_ids, plain).length:
+                self.chains.restore(chain, lambda units: units.within(self._acquire(units, chain)))
         own = chain.continuation(request, wanted, limit) if chain is not None and not fresh else None
-        match = self.radix.match(request.salt, seq.token_ids, 0 if fresh else min([limit, *(edit.at - 1 for edit in wanted)]))
+        match = self.radix.match(request.salt, seq.token_ids, plain)
         if own is not None and own[1] >= match.length:
             holder, length, todo = own
             state = holder.fork()
@@ -298,7 +321,7 @@ class LLM:
             return fault
 
     def _on_device(self, batch: Batch) -> list[int | None]:
-        self._move(batch.moves)
+        self.memory.settle()
         try:
             drawn = self.runner.execute(batch)
         except Exception as error:
@@ -309,7 +332,7 @@ class LLM:
 
     def _accept(self, batch: Batch, drawn: list[int | None] | EngineFault) -> list[Drawn]:
         """Append what was drawn; the sequences that got a token or ended."""
-        touched: list[Drawn] = []
+        touched, self._lost = self._lost, []
         for index, work in enumerate(batch.rows):
             seq = self._open[work.seq_id]
             if seq.num_forwarded == seq.shared_until and not isinstance(drawn, EngineFault):
@@ -389,9 +412,22 @@ class LLM:
                 return NOTHING
         return self.scheduler.spare_units()
 
-    def _move(self, moves: list[Moves]) -> None:
-        try:
-            for each in moves:
-                self.runner.move_slots(*each)
-        except Exception as error:
-            raise EngineFault(f"moving KV failed: {type(error).__name__}: {error}") from error
+    def _lose_all(self, fault: EngineFault) -> None:
+        """Units were moved in the accounts but not on the device: no KV can be trusted. Running sequences end (the next step
+        tells of them), the others and all chains keep their tokens and go on without KV."""
+        for seq in list(self.scheduler.running):
+            seq.fault = fault
+            self.abort(seq)
+            self._lost.append((seq, None, None))
+        for seq in self.scheduler.finished:
+            if seq.state is not None:
+                seq.state.cut(0)
+        for seq in self.scheduler.waiting:  # one that was about to be admitted
+            if seq.state is not None:
+                seq.state.release()
+                seq.state = None
+        for chain in self.chains.chains.values():
+            self.chains.lose(chain, "reclaimed")
+        self.radix.clear()
+        self.scheduler.batch = Batch(rows=[])
+        self.scheduler.memory_changed()

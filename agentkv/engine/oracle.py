@@ -40,7 +40,13 @@ class MemoryOracle(Protocol):
         ...
 
     def claim(self, units: Units) -> bool:
-        """Set these free units aside, in place of the last claim; False, and nothing changes, if they cannot be had now."""
+        """Set these free units aside, in place of the last claim; False, and nothing changes, if they cannot be had now.
+        Others' units may move."""
+        ...
+
+    @property
+    def compactions(self) -> int:
+        """How often units were moved: tables on the device are out of date when it changes."""
         ...
 
     def unclaimed(self, claimed: Units) -> Units:
@@ -64,7 +70,8 @@ class PagedOracle:
     """`MemoryOracle` over the pools: whatever no running sequence holds can be had back.
 
     Order of reclaim: what only checkpoints hold, suspended chains, the prefix cache, idle chains, all least recently used
-    first; then chains whose sequence waits or runs (it goes on from its own state; only going back would prefill).
+    first (chains go to the warm tier where it takes them); then chains whose sequence waits or runs (it goes on from its own
+    state; only going back would prefill).
     step_tokens: most tokens of a sequence in one step.
     """
 
@@ -99,6 +106,11 @@ class PagedOracle:
     def claim(self, units: Units) -> bool:
         """See MemoryOracle."""
         return self.pools.claim(units)
+
+    @property
+    def compactions(self) -> int:
+        """See MemoryOracle."""
+        return self.pools.arena.compactions
 
     def unclaimed(self, claimed: Units) -> Units:
         """See MemoryOracle."""

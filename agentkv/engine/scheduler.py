@@ -20,7 +20,8 @@ class Scheduler:
     """Two queues: waiting (no memory, no row) and running (a row, a state, a reservation).
 
     resume(seq, fresh): give the sequence the state it continues from (fresh: none) and its pending edits.
-    finished: sequences that ended and still hold their state until they are committed or aborted.
+    finished: sequences that ended and still hold their state until they are committed or aborted. batch: the step that is
+    being put together; its moves are carried out before anything else touches the device's memory.
     """
 
     def __init__(self, config: EngineConfig, oracle: MemoryOracle, resume: Callable[[Sequence, bool], None]) -> None:
@@ -29,6 +30,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.finished: list[Sequence] = []
+        self.batch = Batch(rows=[])
+        self._compactions = 0
         self._resume = resume
         self._rows = list(range(config.max_rows))
         self._blocked = False
@@ -90,9 +93,10 @@ class Scheduler:
 
     def schedule(self) -> Batch:
         """The next step; empty when nothing can run."""
+        self.batch = batch = Batch(rows=[])
         while self.waiting and self._rows and not self._blocked:
             self._blocked = not self._admit(self.waiting[0])
-        batch = Batch(rows=[])
+        self._follow_moves(batch)
         self.oracle.hold(True)
         for seq in self.running:
             if not seq.prefilling:
@@ -108,6 +112,7 @@ class Scheduler:
         self.oracle.hold(False)
         if self._unsettled:
             self.settle()
+        self._follow_moves(batch)
         return batch
 
     def _admit(self, seq: Sequence) -> bool:
@@ -183,6 +188,18 @@ class Scheduler:
                 reaches=_reaches(seq.state, position, count),
             )
         )
+
+    def _follow_moves(self, batch: Batch) -> None:
+        """Units were moved to make room: the device's tables of all running rows are out of date."""
+        if self._compactions == self.oracle.compactions:
+            return
+        self._compactions = self.oracle.compactions
+        for seq in self.running:
+            assert seq.state is not None
+            assert seq.row is not None
+            for group, holding in enumerate(seq.state.holdings):
+                batch.table_updates.append(TableUpdate(seq.row, holding.first_page, list(holding.units), group))
+                seq.table_from[group] = holding.next_page
 
     def _changed(self, batch: Batch, seq: Sequence, change: Change) -> None:
         batch.moves += change.moves

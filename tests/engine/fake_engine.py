@@ -8,7 +8,9 @@ history in a list.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable
+from typing import Any
 
 from agentkv.engine.core import GRANULE, Batch, Edit, EngineConfig, KVGroup, Request, RowWork, Slot
 from agentkv.engine.llm import LLM
@@ -44,7 +46,7 @@ def seen(history: list[Content], position: int, windows: Windows) -> list[list[C
 
 
 class FakeRunner:
-    """Implements `core.Runner` over a dictionary of slots, and knows of every granule whose bytes are in it."""
+    """Implements `core.Runner` over a dictionary of granules."""
 
     def __init__(
         self,
@@ -64,8 +66,7 @@ class FakeRunner:
         self.vocab = self.vocab_size = vocab
         self.step_tokens = step_tokens
         self.max_rows = max_rows
-        self.slots: dict[tuple[int, Slot], Content] = {}
-        self.owners: dict[int, tuple[int, int]] = {}
+        self.cells: dict[int, Any] = {}
         self.tables: dict[tuple[int, int], dict[int, int]] = {}
         self.forwarded = 0
         self.steps = 0
@@ -124,22 +125,50 @@ class FakeRunner:
         for slot, each in zip(target, contents, strict=True):
             self._write(group, slot, each)
 
+    def move_units(self, unit_bytes: int, source: list[int], target: list[int]) -> None:
+        """Whole units, in order; what a unit is written over is gone."""
+        assert sorted(source) == source
+        if self.fail_move:
+            raise RuntimeError("copy fault")
+        for old, new in zip(source, target, strict=True):
+            self.put_unit(unit_bytes, new, self.get_unit(unit_bytes, old))
+
+    def read_units(self, unit_bytes: int, units: list[int]) -> memoryview:
+        return memoryview(pickle.dumps([self.get_unit(unit_bytes, unit) for unit in units]))
+
+    def write_units(self, unit_bytes: int, units: list[int], data: memoryview) -> None:
+        if self.fail_move:
+            raise RuntimeError("copy fault")
+        for unit, cells in zip(units, pickle.loads(data), strict=True):
+            self.put_unit(unit_bytes, unit, cells)
+
+    def get_unit(self, unit_bytes: int, unit: int) -> list[Any]:
+        """What was last written to each of its granules, whoever did."""
+        return [self.cells.get(granule) for granule in range(unit, unit + unit_bytes // GRANULE)]
+
+    def put_unit(self, unit_bytes: int, unit: int, cells: list[Any]) -> None:
+        assert 0 <= unit <= self.num_granules - unit_bytes // GRANULE
+        self.cells.update(zip(range(unit, unit + unit_bytes // GRANULE), cells, strict=True))
+
     def _slot(self, group: int, row: int, slot: int) -> Slot:
         page_size = self.groups[group].page_size
         return self.tables[group, row][slot // page_size], slot % page_size
 
-    def _granules(self, group: int, unit: int) -> range:
-        return range(unit, unit + self.groups[group].stripe_bytes // GRANULE)
+    def _granules(self, group: int, slot: Slot) -> range:
+        """Where a slot's bytes lie: slots of a unit follow one another."""
+        size = self.groups[group].token_bytes // GRANULE
+        return range(slot[0] + slot[1] * size, slot[0] + (slot[1] + 1) * size)
 
     def _read(self, group: int, slot: Slot) -> Content:
-        for granule in self._granules(group, slot[0]):
-            assert self.owners[granule] == (group, slot[0]), "other bytes were written here since"
-        return self.slots[group, slot]
+        found = {self.cells[granule] for granule in self._granules(group, slot)}
+        assert len(found) == 1, "other bytes were written here since"
+        (written_by, made) = found.pop()
+        assert written_by == group
+        return made
 
     def _write(self, group: int, slot: Slot, made: Content) -> None:
-        for granule in self._granules(group, slot[0]):
-            self.owners[granule] = (group, slot[0])
-        self.slots[group, slot] = made
+        for granule in self._granules(group, slot):
+            self.cells[granule] = group, made
 
 
 class Oracle:
@@ -186,9 +215,10 @@ def engine(
     checkpoints: int = 2,
     windows: Windows = ALL,
     slack: int = 3,
+    warm_pages: int = 0,
     **options: object,
 ) -> LLM:
-    """An engine over a fake runner, with memory for `units` pages of its first group."""
+    """An engine over a fake runner, with memory for `units` pages of its first group, and `warm_pages` in host memory."""
     runner = FakeRunner(units, page_size, step_tokens=step_tokens, max_rows=max_rows, windows=windows, slack=slack)
     config = EngineConfig(
         memory=runner.num_granules * GRANULE,
@@ -197,6 +227,7 @@ def engine(
         max_rows=max_rows,
         step_tokens=step_tokens,
         checkpoints=checkpoints,
+        warm_memory=warm_pages * runner.groups[0].stripe_bytes,
     )
     return LLM(config, runner, **options)  # type: ignore[arg-type]
 

@@ -58,6 +58,7 @@ class Running:
 
 class EngineLife(RuleBasedStateMachine):
     seen: ClassVar[Counter[str]] = Counter()
+    warm_pages = 0
 
     @initialize(
         units=st.integers(3, 30),
@@ -90,6 +91,7 @@ class EngineLife(RuleBasedStateMachine):
             reuse=reuse,
             windows=windows,
             slack=slack,
+            warm_pages=self.warm_pages,
         )
         self.windows, self.reach = windows, step_tokens + slack
         self.llm.runner.vocab = VOCAB

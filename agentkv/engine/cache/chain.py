@@ -8,16 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from agentkv.engine.cache.intervals import common_prefix, edits_to_apply, normal_edits, size
 from agentkv.engine.cache.pools import KVPools, Pieces
 from agentkv.engine.cache.radix import RadixCache
 from agentkv.engine.cache.reclaim import Goal
 from agentkv.engine.cache.state import KVState
+from agentkv.engine.cache.tiers import Warm, WarmTier
 from agentkv.engine.core import Edit, Moves, Request, Sequence
 from agentkv.engine.units import NOTHING, Units
 from agentkv.errors import BadRequest
 from agentkv.types import Interval
+
+LEAST_SHARE = 4
+"""A copy to host memory frees at least a quarter of its size."""
 
 
 @dataclass(slots=True)
@@ -28,10 +33,14 @@ class Checkpoint:
     state: KVState
 
 
+Holder = TypeVar("Holder", KVState, Warm)
+
+
 @dataclass(slots=True, eq=False)
 class Chain:
     """active: the sequence that is advancing it. boundary: tokens with KV at the last turn boundary. lost: why the state has
-    fewer now."""
+    fewer now. warm: a copy of the state in host memory, where there is no state; it may reach further than token_ids do now.
+    cuts: lengths of the checkpoints at that time."""
 
     chain_id: str
     salt: str
@@ -43,6 +52,8 @@ class Chain:
     suspended: bool = False
     boundary: int = 0
     lost: str = ""
+    warm: Warm | None = None
+    cuts: tuple[int, ...] = ()
 
     @property
     def at_boundary(self) -> bool:
@@ -74,11 +85,21 @@ class Chain:
 
         A cut is usable if it has seen exactly the edits that the request's history had seen there.
         """
-        if self.state is None or request.salt != self.salt:
+        return self._longest(self.holders(), request, wanted, limit) if self.state is not None else None
+
+    def promise(self, request: Request, wanted: tuple[Edit, ...], limit: int) -> int:
+        """How many leading tokens of the request the warm copy can give, once it is restored."""
+        found = self._longest([self.warm], request, wanted, limit) if self.warm is not None else None
+        return found[1] if found is not None else 0
+
+    def _longest(
+        self, holders: Iterable[Holder], request: Request, wanted: tuple[Edit, ...], limit: int
+    ) -> tuple[Holder, int, list[Edit]] | None:
+        if request.salt != self.salt:
             return None
         limit = min(limit, common_prefix(self.token_ids, request.token_ids))
-        best: tuple[KVState, int, list[Edit]] | None = None
-        for holder in self.holders():
+        best: tuple[Holder, int, list[Edit]] | None = None
+        for holder in holders:
             top = min(limit, holder.logical_length)
             edges = {top}
             for edit in (*holder.edits, *wanted):
@@ -102,11 +123,13 @@ class Chain:
 
 
 class ChainCache:
-    """All chains. tick: a counter shared with the radix cache; keep: turn boundaries kept as checkpoints."""
+    """All chains. tick: a counter shared with the radix cache; keep: turn boundaries kept as checkpoints; tier: where idle
+    chains go instead of being dropped."""
 
-    def __init__(self, pools: KVPools, radix: RadixCache, tick: Callable[[], int], keep: int) -> None:
+    def __init__(self, pools: KVPools, radix: RadixCache, tick: Callable[[], int], keep: int, tier: WarmTier) -> None:
         self.pools = pools
         self.radix = radix
+        self.tier = tier
         self.keep = keep
         self.chains: dict[str, Chain] = {}
         self._tick = tick
@@ -139,6 +162,7 @@ class ChainCache:
         lengths = [checkpoint.length for checkpoint in chain.checkpoints if checkpoint.length <= same]
         if chain.state is not None:
             chain.state.release()
+        self._discard_copy(chain)
         state.trim()
         chain.state, chain.token_ids, chain.salt = state, token_ids, salt
         chain.boundary, chain.last_used = boundary, self._tick()
@@ -159,6 +183,8 @@ class ChainCache:
             child.state.cut(found[1])
             points = [checkpoint for checkpoint in chain.checkpoints if checkpoint.length <= length]
             child.checkpoints = [Checkpoint(point.length, point.state.fork()) for point in points]
+        elif chain.warm is not None and length > 1:
+            child.warm, child.cuts = self.tier.share(chain.warm), chain.cuts
         self.chains[chain_id] = child
         return child
 
@@ -172,7 +198,7 @@ class ChainCache:
         if self._cut(chain, kept):
             assert chain.state is not None
             self.radix.insert(chain.salt, chain.token_ids, chain.state, chain.chain_id)
-        else:
+        elif chain.warm is None or not kept:  # a copy is cut when it is back
             self.lose(chain, chain.lost)
 
     def drop(self, chain: Chain) -> None:
@@ -181,12 +207,47 @@ class ChainCache:
         del self.chains[chain.chain_id]
 
     def lose(self, chain: Chain, reason: str) -> None:
-        """Let the chain's KV go; its token ids stay."""
+        """Let the chain's KV go, its copy too; its token ids stay."""
+        self._discard_copy(chain)
         self._disown(chain, 0)
         self._recut(chain, [])
         if chain.state is not None:
             chain.state.release()
         chain.state, chain.lost = None, reason
+
+    def demote(self, chain: Chain) -> bool:
+        """Move the KV of a chain that no sequence runs on to host memory. False, and nothing happens, where there is none, no
+        room for it, or where others hold so much of it that the copy would hardly free anything."""
+        if chain.state is None or (chain.active is not None and chain.active.state is not None):
+            return False
+        if self.pools.bytes(self.unique_units(chain)) * LEAST_SHARE < self.pools.bytes(chain.state.units):
+            return False
+        warm = self.tier.demote(chain.state, chain.token_ids, chain.salt)
+        if warm is None:
+            return False
+        cuts = tuple(checkpoint.length for checkpoint in chain.checkpoints)
+        self.lose(chain, "reclaimed")
+        chain.warm, chain.cuts = warm, cuts
+        return True
+
+    def restore(self, chain: Chain, room: Callable[[Units], bool]) -> None:
+        """Bring a chain's KV back from host memory, as far as the chain reaches now, with those checkpoints that are cuts of
+        it; what it shared before is its own now. Where the copy cannot be trusted, `chain.lost` says why. room: see
+        `WarmTier.restore`."""
+        warm = chain.warm
+        if warm is None:
+            return
+        state = self.tier.restore(warm, room)
+        if state is None:
+            if warm.lost:
+                chain.warm, chain.lost = None, warm.lost
+            return
+        chain.warm, chain.state, chain.lost = None, state, ""
+        if not self._cut(chain, len(chain.token_ids) - 1):
+            return self.lose(chain, "reclaimed")  # rolled back past where its windows begin
+        self._recut(chain, [length for length in chain.cuts if length <= len(chain.token_ids)])
+        self.radix.insert(chain.salt, chain.token_ids, state, chain.chain_id)
+        return None
 
     def price(self, chain: Chain, intervals: Iterable[Interval]) -> tuple[int, Units]:
         """(tokens, units) that `prune` would free. Negative units: copies of pages that others share cost more than goes."""
@@ -247,7 +308,7 @@ class ChainCache:
                 self._recut(chain, [])
 
     def reclaim(self, chains: Iterable[Chain], goal: Goal, *, whole: bool = False) -> None:
-        """Shorten these chains from their ends, in the order given, until the goal is met.
+        """Demote these chains, or shorten them from their ends, in the order given, until the goal is met.
 
         whole False: chains that alone would free nothing are left as they are.
         """
@@ -265,7 +326,14 @@ class ChainCache:
         """Chains with a sequence, the last to come first."""
         return self._by_age(chain for chain in self.chains.values() if chain.active is not None)[::-1]
 
+    def _discard_copy(self, chain: Chain) -> None:
+        if chain.warm is not None:
+            self.tier.discard(chain.warm)
+            chain.warm = None
+
     def _shrink(self, chain: Chain, goal: Goal) -> None:
+        if self.demote(chain):
+            return
         if chain.state is not None and not any(holding.pool.window for holding in chain.state.holdings):
             self._recut(chain, [])  # where there are windows, a checkpoint may be all that can be gone back to
         step = goal.pages()

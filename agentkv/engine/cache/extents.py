@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+from weakref import WeakSet
 
 from agentkv.engine.cache.arena import Arena, ArenaError, UnitClass
 
@@ -39,10 +40,19 @@ class Slice(NamedTuple):
     stop: int
 
 
+class Table(Protocol):
+    """Something that lists the units of its slices."""
+
+    def follow(self) -> None:
+        """Units have moved: read the numbers anew."""
+        ...
+
+
 class ExtentPool:
     """All extents of one KV group, which has a unit class to itself; a page of `page_size` slots is one unit.
 
-    group: its index among the groups. window: tokens that a query sees, None for all; slack: how many more are kept.
+    group: its index among the groups. window: tokens that a query sees, None for all; slack: how many more are kept. tables:
+    whoever lists units of this pool beside its slices; `follow` is called when units have moved.
     """
 
     def __init__(
@@ -54,8 +64,10 @@ class ExtentPool:
         self.group = group
         self.window = window
         self.slack = slack
-        self.total_units = arena.available(cls)
+        self.total_units = arena.attainable(cls)
         self.extents: set[Extent] = set()
+        self.tables: WeakSet[Table] = WeakSet()
+        arena.followers[cls] = self._follow
 
     @property
     def free_units(self) -> int:
@@ -159,6 +171,15 @@ class ExtentPool:
             live += [unit for i, unit in enumerate(extent.units) if extent.alive >> i & 1]
         if len(live) != len(set(live)) or set(live) != set(self.arena.used_units(self.cls)):
             raise ArenaError("referenced units and free units do not partition the arena")
+
+    def _follow(self, moved: dict[int, int]) -> None:
+        """Units have new places: {old: new}."""
+        for extent in self.extents:
+            if not moved.keys().isdisjoint(extent.units):
+                alive = extent.alive
+                extent.units = tuple(moved.get(unit, unit) if alive >> i & 1 else unit for i, unit in enumerate(extent.units))
+        for table in self.tables:
+            table.follow()
 
     def _free_unheld(self, extent: Extent) -> int:
         gone = extent.alive & ~self._mask(extent.holders)

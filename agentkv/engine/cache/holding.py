@@ -49,7 +49,7 @@ class Holding:
     intervals of their tokens. floor: every kept token from this logical position on has a slot here.
     """
 
-    __slots__ = ("floor", "length", "pool", "runs", "slices", "start", "units")
+    __slots__ = ("__weakref__", "floor", "length", "pool", "runs", "slices", "start", "units")
 
     def __init__(self, pool: ExtentPool) -> None:
         self.pool = pool
@@ -57,6 +57,7 @@ class Holding:
         self.units: list[int] = []
         self.runs: list[Interval] = []
         self.start = self.length = self.floor = 0
+        pool.tables.add(self)
 
     @classmethod
     def of(cls, pool: ExtentPool, pieces: Iterable[Slice], start: int) -> Holding:
@@ -111,7 +112,12 @@ class Holding:
 
     def covers(self, length: int) -> bool:
         """Is everything held that the token at this logical position may see?"""
-        return self.floor == 0 or self.pool.window is None or length >= self.floor + self.pool.window - 1
+        return length >= self.covers_from
+
+    @property
+    def covers_from(self) -> int:
+        """Shortest logical length that is covered, with all that are longer."""
+        return 0 if self.floor == 0 or self.pool.window is None else self.floor + self.pool.window - 1
 
     def fork(self) -> Holding:
         """Another holder of the same slots."""
@@ -120,6 +126,20 @@ class Holding:
         child.start, child.length, child.floor = self.start, self.length, self.floor
         self.pool.retain(child.slices)
         return child
+
+    def restore(self, runs: Iterable[Interval], start: int, floor: int) -> None:
+        """Make an empty holding one of these tokens from slot `start` on, in fresh units whose content is to be written.
+        Raises ArenaFull."""
+        self.runs, self.start, self.floor = list(runs), start, floor
+        self.length = start + size(self.runs)
+        pages = self.pool.pages(self.length) - self.first_page
+        if pages:
+            self.slices = [self.pool.make(pages, self.length - start)]
+            self.units = list(self.slices[0].extent.units)
+
+    def follow(self) -> None:
+        """Units have moved (see `ExtentPool.tables`)."""
+        self.units[:] = self.pool.units_of(self.slices)
 
     def release(self) -> int:
         """Let go of every slot; units that returned."""

@@ -54,11 +54,16 @@ class KVPools:
         return Units.of(self.arena.used(pool.cls) for pool in self.pools)
 
     def fits(self, units: Units, *, empty: bool = False) -> bool:
-        """Could these be handed out together? empty: if nobody held anything."""
-        return self.arena.fits(self._by_class(units), empty=empty)
+        """Are there free bytes for these together, wherever they lie? empty: if nobody held anything."""
+        return self.arena.can_hold(self._by_class(units), empty=empty)
+
+    def at_hand(self, units: Units) -> bool:
+        """Could these be handed out together as things lie? What was claimed always can."""
+        return self.arena.fits(self._by_class(units))
 
     def claim(self, units: Units) -> bool:
-        """Set these aside, in place of what was set aside before; False if they cannot be had together."""
+        """Set these aside, in place of what was set aside before, moving others' units if need be; False if `fits` says no.
+        Raises EngineFault where the device fails to move units."""
         return self.arena.claim(self._by_class(units))
 
     def unclaimed(self, claimed: Units) -> Units:

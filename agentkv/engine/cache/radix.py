@@ -141,6 +141,13 @@ class RadixCache:
             if not node.owners:
                 node.owners.add(ANYONE)  # others continue below it
 
+    def clear(self) -> None:
+        """Forget everything."""
+        for node in self.nodes():
+            for pool, held in zip(self.pools.pools, node.pieces, strict=True):
+                pool.release(held or [], cached=True)
+        self._roots.clear()
+
     def nodes(self) -> Iterator[Node]:
         """Every node that holds KV."""
         stack = list(self._roots.values())

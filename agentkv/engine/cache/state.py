@@ -150,6 +150,12 @@ class KVState:
         """Let go of pages behind the windows of what may follow; the units that returned."""
         return Units.of(holding.trim(self.logical_length) for holding in self.holdings)
 
+    def restore(self, runs: Iterable[Interval], edits: tuple[Edit, ...], logical_length: int) -> None:
+        """Make an empty state one of these tokens; its holdings are restored by the caller, with what they hold of them."""
+        self._live()
+        self.runs, self.edits, self.logical_length = list(runs), edits, logical_length
+        self.length = size(self.runs)
+
     def cut(self, length: int) -> None:
         """Keep the first `length` logical tokens only. Needs no memory. Raises ValueError where a window would not be whole."""
         self._live()
@@ -229,7 +235,7 @@ class KVState:
         """`append` where a group needs pages. returned: units that its windows have let go of."""
         plans = [holding.plan(count) for holding in self.holdings]
         needed = Units.of(plan.pages for plan in plans)
-        if not self.pools.fits(needed):
+        if not self.pools.at_hand(needed):
             raise ArenaFull(f"{needed.counts} pages wanted, {self.pools.free.counts} free")
         change = Change(tuple(plan.first_page for plan in plans), needed - returned)
         for holding, plan in zip(self.holdings, plans, strict=True):
