@@ -10,7 +10,7 @@ from typing import Any
 from agentkv import methods
 from agentkv.engine.checkpoint import find_gguf
 from agentkv.engine.core import EngineConfig
-from agentkv.engine.devices import best_device, device_names, free_memory, usable_device
+from agentkv.engine.devices import best_device, device_names, free_host_memory, free_memory, usable_device
 from agentkv.engine.llm import LLM
 from agentkv.engine.loader import LoadedModel, load_model
 from agentkv.engine.runner import ModelRunner
@@ -22,7 +22,7 @@ from agentkv.runtime_backend import EngineBackend
 
 BUNDLED = ("micro",)
 CPU_MOST = 1 << 30
-CPU_SHARE, GPU_SHARE = 0.25, 0.8
+CPU_SHARE, GPU_SHARE, WARM_SHARE = 0.25, 0.8, 0.25
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
@@ -47,6 +47,7 @@ def open_engine(
     memory: int | str | None = None,
     window: int | None = None,
     page_size: int | None = None,
+    warm_memory: int | str | None = None,
 ) -> Engine:
     """Load a model and start its engine. Raises UnknownModel, BadModel, UnknownOption or BadRequest; nothing is left behind."""
     path = model_path(model)
@@ -54,14 +55,15 @@ def open_engine(
     tokenizer = Tokenizer.load(path)
     target = usable_device(device)
     loaded = load_model(path, device=target, dtype=dtype)
-    config = engine_config(loaded, memory, window, page_size)
+    config = engine_config(loaded, memory, window, page_size, warm_memory)
     runner = ModelRunner(loaded, config, chosen)
-    worker = EngineWorker(LLM(config, runner, tokenizer=tokenizer, reuse=chosen.reuse))
+    fingerprint = _fingerprint(loaded, tokenizer, chosen, config)
+    worker = EngineWorker(LLM(config, runner, tokenizer=tokenizer, reuse=chosen.reuse, fingerprint=fingerprint))
     backend = EngineBackend(
         worker,
         tokenizer,
         model_name=str(model),
-        fingerprint=_fingerprint(loaded, tokenizer, chosen, config),
+        fingerprint=fingerprint,
         exactness=chosen.exactness,
         window=config.window,
         token_bytes=sum(group.token_bytes for group in runner.groups),
@@ -78,7 +80,13 @@ def model_path(model: str | Path) -> Path:
     return path
 
 
-def engine_config(loaded: LoadedModel, memory: int | str | None, window: int | None, page_size: int | None) -> EngineConfig:
+def engine_config(
+    loaded: LoadedModel,
+    memory: int | str | None,
+    window: int | None,
+    page_size: int | None,
+    warm_memory: int | str | None = None,
+) -> EngineConfig:
     """Sizes for this model on its device; what is None is chosen."""
     on_cpu = loaded.device.type == "cpu"
     for name, value in (("window", window), ("page_size", page_size)):
@@ -94,26 +102,34 @@ def engine_config(loaded: LoadedModel, memory: int | str | None, window: int | N
         page_size=page_size or (128 if on_cpu else 16),
         max_rows=32 if on_cpu else 256,
         step_tokens=1024 if on_cpu else 8192,
+        warm_memory=_warm_memory(loaded, warm_memory),
     )
 
 
-def parse_memory(memory: int | str) -> int:
-    """Bytes of 268435456, '268435456', '256MiB' or '1.5GB'."""
+def parse_memory(memory: int | str, *, param: str = "memory") -> int:
+    """Bytes of 268435456, '268435456', '256MiB' or '1.5GB'. param: what to call it in a BadRequest."""
     text = str(memory).strip()
     number = text.rstrip("BKMGTi")
     unit = text[len(number) :] or "B"
     try:
         size = int(float(number) * UNITS[unit])
     except (ValueError, KeyError, OverflowError):
-        raise BadRequest(f"memory={memory!r}: bytes, or like '2GiB' or '500MB'", param="memory") from None
+        raise BadRequest(f"{param}={memory!r}: bytes, or like '2GiB' or '500MB'", param=param) from None
     if size < 1:
-        raise BadRequest(f"memory={memory!r}: must be positive", param="memory")
+        raise BadRequest(f"{param}={memory!r}: must be positive", param=param)
     return size
 
 
 def _default_memory(loaded: LoadedModel) -> int:
     free = free_memory(loaded.device)
     return min(CPU_MOST, int(free * CPU_SHARE)) if loaded.device.type == "cpu" else int(free * GPU_SHARE)
+
+
+def _warm_memory(loaded: LoadedModel, wanted: int | str | None) -> int:
+    """Bytes of host memory for idle chains. The arena of a CPU engine is host memory already: nothing unless asked for."""
+    if wanted is None:
+        return 0 if loaded.device.type == "cpu" else int(free_host_memory() * WARM_SHARE)
+    return 0 if str(wanted).strip() == "0" else parse_memory(wanted, param="warm_memory")
 
 
 def _method(method: str | SparseMethod) -> tuple[SparseMethod, str]:

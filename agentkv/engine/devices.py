@@ -24,6 +24,11 @@ def free_memory(device: torch.device) -> int:
     """Bytes that can be allocated on a device now."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
+    return free_host_memory()
+
+
+def free_host_memory() -> int:
+    """Bytes of the machine's own memory that can be allocated now."""
     pages = os.sysconf("SC_AVPHYS_PAGES") if "SC_AVPHYS_PAGES" in os.sysconf_names else 0
     return pages * os.sysconf("SC_PAGE_SIZE") or 4 << 30
 

@@ -14,7 +14,7 @@ from agentkv.engine.cache.pools import KVPools
 from agentkv.engine.cache.radix import RadixCache
 from agentkv.engine.cache.state import KVState
 from agentkv.engine.cache.tiers import WarmTier
-from agentkv.engine.core import Batch, ChainInfo, Drawn, EngineConfig, Moves, Request, Runner, Sequence, Status, StepOutput
+from agentkv.engine.core import Batch, ChainInfo, Drawn, EngineConfig, Request, Runner, Sequence, Status, StepOutput
 from agentkv.engine.demands import check_drawn, check_sampling, equip
 from agentkv.engine.device_memory import DeviceMemory
 from agentkv.engine.oracle import PagedOracle
@@ -281,9 +281,9 @@ class LLM:
         wanted = normal_edits(request.edits, seq.num_prompt_tokens)
         chain = self.chains.chains.get(request.chain_id or "")
         plain = 0 if fresh else min([limit, *(edit.at - 1 for edit in wanted)])
-        if chain is not None and chain.warm is not None and not fresh:
-            if chain.promise(request, wanted, limit) > self.radix.match(request.salt, seq.token_ids, plain).length:
-                self.chains.restore(chain, lambda units: units.within(self._acquire(units, chain)))
+        promised = chain.promise(request, wanted, limit) if chain is not None and not fresh else 0
+        if chain is not None and promised > self.radix.match(request.salt, seq.token_ids, plain).length:
+            self.chains.restore(chain, lambda units: units.within(self._acquire(units, chain)))
         own = chain.continuation(request, wanted, limit) if chain is not None and not fresh else None
         match = self.radix.match(request.salt, seq.token_ids, plain)
         if own is not None and own[1] >= match.length:

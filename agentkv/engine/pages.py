@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+import numpy
 import torch
 from torch import Tensor
 
+from agentkv.engine.cache.layout import UnitLayout
 from agentkv.engine.core import GRANULE, EngineConfig, KVGroup, Slot, TableUpdate
 from agentkv.errors import BadModel, EngineFault
 from agentkv.kernels.move_slots import move_slots
+from agentkv.kernels.move_units import CHUNK_BYTES, move_units, unit_rows
 
 
 class KVPages:
@@ -46,13 +49,7 @@ class KVPages:
     def _view(self, group: KVGroup, index: int, dtype: torch.dtype) -> Tensor:
         """`[num_granules, num_kv_heads, 2, page_size, head_dim]`: row g is the page of the group's layer `index` of a stripe at
         granule g."""
-        shape = (group.num_kv_heads, 2, group.page_size, group.head_dim)
-        plane = group.page_size * group.head_dim
-        size = shape[0] * 2 * plane
-        elements = self.arena.view(dtype)
-        step = GRANULE // dtype.itemsize
-        count = (elements.numel() - group.num_layers * size) // step + 1
-        return elements.as_strided((count, *shape), (step, 2 * plane, plane, shape[3], 1), index * size)
+        return self.arena.view(dtype).as_strided(*UnitLayout.of(group, "stripe").strides(index, self.num_granules))
 
     def layer(self, layer: int) -> Tensor:
         """The layer's pages. Writing through the view writes the arena."""
@@ -75,6 +72,44 @@ class KVPages:
         source_units, source_slots, target_units, target_slots = packed.to(self.arena.device).unbind(1)
         layers = [self._layers[layer] for layer in self.groups[group].layers]
         move_slots(layers, (source_units, source_slots), (target_units, target_slots))
+
+    def move_units(self, unit_bytes: int, source: Sequence[int], target: Sequence[int]) -> None:
+        """See `core.Runner.move_units`."""
+        if len(source) != len(target):
+            raise EngineFault(f"{len(source)} source units for {len(target)} targets")
+        packed = torch.tensor([source, target], dtype=torch.int64).to(self.arena.device)
+        move_units(unit_rows(self.arena, unit_bytes, GRANULE), packed[0], packed[1])
+
+    def read_units(self, unit_bytes: int, units: Sequence[int]) -> memoryview:
+        """See `core.Runner.read_units`. The host memory is pinned where the device is a GPU."""
+        rows = unit_rows(self.arena, unit_bytes, GRANULE)
+        on_gpu = self.arena.device.type == "cuda"
+        flat = torch.empty(len(units) * unit_bytes, dtype=torch.uint8, pin_memory=on_gpu)
+        held = flat.view(torch.int64).view(-1, rows.shape[1])
+        for start, stop, index in self._chunks(units, unit_bytes):
+            held[start:stop].copy_(rows[index], non_blocking=on_gpu)
+        if on_gpu:
+            torch.cuda.current_stream(self.arena.device).synchronize()
+        data: memoryview = flat.numpy().data
+        return data
+
+    def write_units(self, unit_bytes: int, units: Sequence[int], data: memoryview) -> None:
+        """See `core.Runner.write_units`."""
+        if data.nbytes != len(units) * unit_bytes:
+            raise EngineFault(f"{data.nbytes} bytes for {len(units)} units of {unit_bytes}")
+        rows = unit_rows(self.arena, unit_bytes, GRANULE)
+        held = torch.from_numpy(numpy.frombuffer(data, dtype=numpy.int64)).view(len(units), rows.shape[1])
+        for start, stop, index in self._chunks(units, unit_bytes):
+            rows[index] = held[start:stop].to(rows.device, non_blocking=True)
+        if self.arena.device.type == "cuda":
+            torch.cuda.current_stream(self.arena.device).synchronize()  # the caller may let go of `data` now
+
+    def _chunks(self, units: Sequence[int], unit_bytes: int) -> Iterator[tuple[int, int, Tensor]]:
+        """(start, stop, their granules on the device) of runs of units whose bytes fit a chunk."""
+        index = torch.tensor(units, dtype=torch.int64).to(self.arena.device)
+        step = max(1, CHUNK_BYTES // unit_bytes)
+        for start in range(0, len(units), step):
+            yield start, min(start + step, len(units)), index[start : start + step]
 
 
 def _write(table: Tensor, updates: Sequence[TableUpdate]) -> None:

@@ -83,6 +83,21 @@ class ModelRunner:
         """Copy K and V of the group's layers from slot to slot; the two sets may overlap."""
         self.pages.move(source, target, group)
 
+    @torch.inference_mode()
+    def move_units(self, unit_bytes: int, source: list[int], target: list[int]) -> None:
+        """Copy whole units from granule to granule, in order; see `core.Runner`."""
+        self.pages.move_units(unit_bytes, source, target)
+
+    @torch.inference_mode()
+    def read_units(self, unit_bytes: int, units: list[int]) -> memoryview:
+        """The bytes of units, one after another, in host memory."""
+        return self.pages.read_units(unit_bytes, units)
+
+    @torch.inference_mode()
+    def write_units(self, unit_bytes: int, units: list[int], data: memoryview) -> None:
+        """Put such bytes into units."""
+        self.pages.write_units(unit_bytes, units, data)
+
     @contextmanager
     def _threads(self, batch: Batch) -> Iterator[None]:
         """One thread for a small step on the CPU; the process's setting is restored."""

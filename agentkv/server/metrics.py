@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from agentkv.server.ports import RuntimePort
@@ -38,6 +38,7 @@ class RuntimeGauges(Collector):
         yield _gauge("agentkv_queue", "Requests in the engine", "state", queue)
         if total is not None:
             yield GaugeMetricFamily("agentkv_arena_bytes_total", "KV arena bytes", value=total)
+        yield from _tiers(stats)
 
     def describe(self) -> Iterable[Metric]:
         """Nothing in advance: registering must not touch the engine."""
@@ -104,6 +105,19 @@ def log_line(turn: Turn, seconds: float) -> str:
         f"chain {chain}",
     )
     return " · ".join(parts)
+
+
+def _tiers(stats: Mapping[str, Any]) -> Iterator[Metric]:
+    """Fragmentation of the arena, and the KV in host memory."""
+    if "fragmented_bytes" in stats:
+        text = "Free arena bytes that a unit class cannot have without moves"
+        yield _gauge("agentkv_arena_fragmented_bytes", text, "unit", stats["fragmented_bytes"])
+        yield CounterMetricFamily("agentkv_arena_moved_bytes", "Arena bytes moved to make room", value=stats["moved_bytes"])
+    if "warm" in stats:
+        warm = stats["warm"]
+        yield GaugeMetricFamily("agentkv_warm_bytes", "KV of idle chains in host memory", value=warm["bytes"])
+        yield CounterMetricFamily("agentkv_demotions", "Chains copied to host memory", value=warm["demotions"])
+        yield CounterMetricFamily("agentkv_restores", "Chains copied back", value=warm["restores"])
 
 
 def _gauge(name: str, text: str, label: str, values: Mapping[str, Any]) -> GaugeMetricFamily:

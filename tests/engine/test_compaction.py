@@ -75,7 +75,9 @@ class Memory:
         assert self.arena.moved_bytes == self.moved
         for cls in CLASSES:
             lost = self.arena.fragmented_bytes(cls)
-            free = self.arena.free_bytes - sum(self.arena.claimed(other) * other.unit_bytes for other in CLASSES if other != cls)
+            free = self.arena.free_bytes - sum(
+                self.arena.claimed(other) * other.unit_bytes for other in CLASSES if other != cls
+            )
             assert 0 <= lost <= self.arena.free_bytes
             assert self.arena.available(cls) + lost // cls.unit_bytes == max(self.arena.available(cls), free // cls.unit_bytes)
         self.arena.check()

@@ -10,12 +10,12 @@ import torch
 
 from agentkv.engine.cache.arena import Arena
 from agentkv.engine.cache.extents import ExtentPool
+from agentkv.engine.cache.holding import Holding
 from agentkv.engine.cache.layout import MOST_GRANULES, Granularity, UnitLayout
-from agentkv.engine.cache.state import KVState
-from agentkv.engine.core import GRANULE, KVLayout
+from agentkv.engine.core import GRANULE, KVGroup
 
 GRANULARITIES: list[Granularity] = ["stripe", "layer", "head"]
-SHAPE = KVLayout(num_layers=3, num_kv_heads=2, head_dim=6, itemsize=2, page_size=5)
+SHAPE = KVGroup(layers=(0, 1, 2), num_kv_heads=2, head_dim=6, itemsize=2, page_size=5)
 
 
 def every(layout: UnitLayout) -> list[tuple[int, ...]]:
@@ -78,7 +78,7 @@ def test_the_view_of_a_layer_reads_what_was_put_there(granularity: Granularity) 
 
 def test_the_units_of_a_real_model() -> None:
     """Qwen3-4B, pages of 16, bf16."""
-    shape = KVLayout(num_layers=36, num_kv_heads=8, head_dim=128, itemsize=2, page_size=16)
+    shape = KVGroup(layers=tuple(range(36)), num_kv_heads=8, head_dim=128, itemsize=2, page_size=16)
     sizes = [UnitLayout.of(shape, granularity).unit_bytes for granularity in GRANULARITIES]
     assert sizes == [36 * 64 << 10, 64 << 10, 8 << 10]
     assert sizes[0] == shape.stripe_bytes
@@ -87,7 +87,7 @@ def test_the_units_of_a_real_model() -> None:
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_the_last_unit_of_the_largest_arena(granularity: Granularity) -> None:
     """549 GB: the address is past every 32-bit byte offset, the entry still an int32; a tensor without memory agrees."""
-    shape = KVLayout(num_layers=4, num_kv_heads=2, head_dim=64, itemsize=2, page_size=16)
+    shape = KVGroup(layers=(0, 1, 2, 3), num_kv_heads=2, head_dim=64, itemsize=2, page_size=16)
     layout = UnitLayout.of(shape, granularity)
     entry = MOST_GRANULES - layout.unit_bytes // GRANULE
     assert numpy.int32(entry) == entry
@@ -108,15 +108,15 @@ def test_outside_the_shape(place: tuple[int, int]) -> None:
 
 
 def test_states_of_every_granularity_share_an_arena() -> None:
-    """One pool each; a layer page state is one table a layer, a head page state one a layer and head."""
+    """One pool each; a layer page state is one holding a layer, a head page state one a layer and head."""
     arena = Arena(3000)
     pools = [ExtentPool(arena, UnitLayout.of(SHAPE, granularity).unit_class, 5) for granularity in GRANULARITIES]
-    states = [[KVState(pool) for _ in range(count)] for pool, count in zip(pools, (1, 3, 6), strict=True)]
-    for number, tables in enumerate(states):
-        for index, state in enumerate(tables):
-            state.append(11 + number + index)  # other counts by layer, by head
-    for pool, tables in zip(pools, states, strict=True):
-        pool.check([piece for state in tables for piece in state.slices], [])
-        for state in tables:
-            state.release()
+    states = [[Holding(pool) for _ in range(count)] for pool, count in zip(pools, (1, 3, 6), strict=True)]
+    for number, holdings in enumerate(states):
+        for index, holding in enumerate(holdings):
+            holding.grow(11 + number + index, 0)  # other counts by layer, by head
+    for pool, holdings in zip(pools, states, strict=True):
+        pool.check([piece for holding in holdings for piece in holding.slices], [])
+        for holding in holdings:
+            holding.release()
     assert arena.used_bytes == 0

@@ -97,7 +97,9 @@ def test_long_lives() -> None:
         rng, life = random.Random(seed), MixedLife()
         try:
             windows = WINDOWS[seed % len(WINDOWS)]
-            life.start(rng.randrange(9, 40), rng.choice([2, 3, 4]), rng.randrange(1, 5), 8, rng.randrange(3), "radix", windows, 2)
+            life.start(
+                rng.randrange(9, 40), rng.choice([2, 3, 4]), rng.randrange(1, 5), 8, rng.randrange(3), "radix", windows, 2
+            )
             for _ in range(120):
                 if rng.random() < 0.3:
                     life.shift(rng)

@@ -36,7 +36,7 @@ def test_a_suspended_session_goes_on_from_host_memory() -> None:
         assert "agentkv_demotions_total 2.0" in seen
         assert "agentkv_restores_total 1.0" in seen
         assert "agentkv_warm_bytes 0.0" in seen
-        assert 'agentkv_arena_fragmented_bytes{unit="stripe"} 0.0' in seen
+        assert 'agentkv_arena_fragmented_bytes{unit="group 0"} 0.0' in seen
         assert "agentkv_arena_moved_bytes_total 0.0" in seen
 
 

@@ -20,7 +20,7 @@ PROMPT = [5, 17, 80, 3, 44, 44, 9, 61, 2, 30, 31, 7, 12, 90, 1, 66, 23]
 
 
 def engine_of(loaded: Any, pages: int = 60, warm_pages: int = 60) -> LLM:
-    stripe = loaded.layout(4).stripe_bytes
+    stripe = sum(group.stripe_bytes for group in loaded.groups(4))
     config = EngineConfig(pages * stripe, 200, page_size=4, max_rows=4, step_tokens=16, warm_memory=warm_pages * stripe)
     return LLM(config, ModelRunner(loaded, config, methods.get("dense")), fingerprint="tiny")
 
@@ -50,8 +50,7 @@ def talk(llm: LLM, between: Any) -> tuple[list[int], list[int]]:
     return ids, prefilled
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("family", "dtype"), [("qwen3", "float32"), ("llama", "float64"), ("gemma3", "float64")])
 def test_a_session_that_went_warm_after_every_turn(model: Any, family: str, dtype: str) -> None:
     loaded = model(family, dtype)
     hot, warm = engine_of(loaded), engine_of(loaded)
@@ -70,10 +69,10 @@ def test_a_session_that_went_warm_after_every_turn(model: Any, family: str, dtyp
     assert (warm.stats().demotions, warm.stats().restores) == (4, 3)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_units_move_under_running_sessions(model: Any, dtype: str) -> None:
+@pytest.mark.parametrize(("family", "dtype"), [("qwen3", "float32"), ("gemma3", "float64")])
+def test_units_move_under_running_sessions(model: Any, family: str, dtype: str) -> None:
     """Junk of another class grows and shrinks between turns, so that pages must move; its bytes stay as they are."""
-    loaded = model("qwen3", dtype)
+    loaded = model(family, dtype)
     want = talk(engine_of(loaded), lambda: None)
     llm, rng = engine_of(loaded, pages=36), random.Random(2)
     cls, held = UnitClass("junk", 5 * GRANULE), {}
@@ -88,11 +87,11 @@ def test_units_move_under_running_sessions(model: Any, dtype: str) -> None:
         for unit, filler in held.items():
             assert torch.equal(raw[unit * GRANULE :][: cls.unit_bytes].unique(), torch.tensor([filler], dtype=torch.uint8))
         room = llm.arena.attainable(cls)
-        make_room(llm.arena, cls, room)
+        make_room(llm.arena, [(cls, room)])
         for unit in llm.arena.allocate(cls, room):
             held[unit] = rng.randrange(256)
             raw[unit * GRANULE :][: cls.unit_bytes] = held[unit]
-        while llm.pool.free_units < 14:
+        while llm.arena.free_bytes < 14 * sum(pool.cls.unit_bytes for pool in llm.pools.pools):
             unit = rng.choice(list(held))
             del held[unit]
             llm.arena.free(cls, [unit])
@@ -102,7 +101,7 @@ def test_units_move_under_running_sessions(model: Any, dtype: str) -> None:
     assert talk(llm, shift) == want
     shift()
     assert llm.arena.compactions > 0
-    assert llm.stats().moved_bytes > llm.pool.cls.unit_bytes
+    assert llm.stats().moved_bytes > llm.pools.pools[0].cls.unit_bytes
 
 
 def test_units_are_read_and_written_bit_for_bit(model: Any) -> None:
@@ -127,7 +126,7 @@ def test_flipped_bits_are_prefilled_again(model: Any) -> None:
     llm = engine_of(loaded)
     ids, _ = turn(llm, PROMPT, "a")
     llm.suspend("a")
-    llm.chains.chains["a"].warm.data[1000] ^= 4
+    llm.chains.chains["a"].warm.parts[0].data[1000] ^= 4
     seq = llm.add(Request([*ids, 7], Sampling(max_tokens=8), chain_id="a"))
     while llm.has_work:
         llm.step()

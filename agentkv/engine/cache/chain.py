@@ -236,12 +236,12 @@ class ChainCache:
         `WarmTier.restore`."""
         warm = chain.warm
         if warm is None:
-            return
+            return None
         state = self.tier.restore(warm, room)
         if state is None:
             if warm.lost:
                 chain.warm, chain.lost = None, warm.lost
-            return
+            return None
         chain.warm, chain.state, chain.lost = None, state, ""
         if not self._cut(chain, len(chain.token_ids) - 1):
             return self.lose(chain, "reclaimed")  # rolled back past where its windows begin

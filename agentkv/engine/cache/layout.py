@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from agentkv.engine.cache.arena import UnitClass
-from agentkv.engine.core import GRANULE, KVLayout
+from agentkv.engine.core import GRANULE, KVGroup
 
 Granularity = Literal["stripe", "layer", "head"]
 
@@ -40,9 +40,9 @@ class UnitLayout:
     scale_bytes: int = 0
 
     @classmethod
-    def of(cls, layout: KVLayout, granularity: Granularity, *, scale_bytes: int = 0) -> UnitLayout:
-        """The units of a KV group's shape."""
-        shape = (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.itemsize, layout.page_size)
+    def of(cls, group: KVGroup, granularity: Granularity, *, scale_bytes: int = 0) -> UnitLayout:
+        """The units of a KV group's shape; layers are counted in the group."""
+        shape = (group.num_layers, group.num_kv_heads, group.head_dim, group.itemsize, group.page_size)
         return cls(granularity, *shape, scale_bytes=scale_bytes)
 
     @property

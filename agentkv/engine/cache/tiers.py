@@ -44,9 +44,12 @@ class Part(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Warm:
-    """A state in host memory. runs, edits, length, logical_length: as in KVState; token_ids: those that its KV was computed from.
-    units: pages by group; size: bytes that it takes of the budget. parts: by group, None once the copy is lost; lost: why
-    (reclaimed, corrupt, fingerprint). holders: who may still restore it."""
+    """A state in host memory.
+
+    runs, edits, length, logical_length: as in KVState. token_ids: those that its KV was computed from. units: pages by group.
+    size: bytes that it takes of the budget. parts: by group, None once the copy is lost. lost: why (reclaimed, corrupt,
+    fingerprint). holders: how many may still restore it.
+    """
 
     runs: tuple[Interval, ...]
     edits: tuple[Edit, ...]
