@@ -96,10 +96,8 @@ def test_long_lives() -> None:
     for seed in range(int(os.environ.get("AGENTKV_LIVES", "40"))):
         rng, life = random.Random(seed), MixedLife()
         try:
-            windows = WINDOWS[seed % len(WINDOWS)]
-            life.start(
-                rng.randrange(9, 40), rng.choice([2, 3, 4]), rng.randrange(1, 5), 8, rng.randrange(3), "radix", windows, 2
-            )
+            sizes = rng.randrange(9, 40), rng.choice([2, 3, 4]), rng.randrange(1, 5), 8, rng.randrange(3)
+            life.start(*sizes, "radix", WINDOWS[seed % len(WINDOWS)], 2)
             for _ in range(120):
                 if rng.random() < 0.3:
                     life.shift(rng)

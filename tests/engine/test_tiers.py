@@ -213,10 +213,8 @@ def test_long_lives_with_a_warm_tier() -> None:
         rng, life = random.Random(seed), MixedLife()
         try:
             life.warm_pages = rng.choice([3, 10, 40])
-            windows = WINDOWS[seed % len(WINDOWS)]
-            life.start(
-                rng.randrange(9, 40), rng.choice([2, 3, 4]), rng.randrange(1, 5), 8, rng.randrange(3), "radix", windows, 2
-            )
+            sizes = rng.randrange(9, 40), rng.choice([2, 3, 4]), rng.randrange(1, 5), 8, rng.randrange(3)
+            life.start(*sizes, "radix", WINDOWS[seed % len(WINDOWS)], 2)
             for _ in range(120):
                 if rng.random() < 0.2:
                     life.shift(rng)

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from test_warm import engine_of, talk
 
 from agentkv import methods
 from agentkv.engine import layers
 from agentkv.engine.core import GRANULE, Batch, EngineConfig, RowWork, TableUpdate
 from agentkv.engine.loader import load_model
 from agentkv.engine.runner import ModelRunner
+from agentkv.kernels import reference
 from agentkv.types import Sampling
 
 pytestmark = pytest.mark.gpu
@@ -84,6 +86,33 @@ def test_stripes_above_four_gib_on_a_gpu(checkpoint: Any) -> None:
     want = play(loaded, 6)
     got = play(loaded, 6, memory=(5 << 30), first_unit=(4 << 30) // GRANULE + 3)
     assert torch.equal(got, want)
+
+
+def test_units_move_and_go_to_host_memory_and_back(checkpoint: Any) -> None:
+    loaded = load_model(checkpoint("qwen3"), device="cuda", dtype="float32")
+    runner = ModelRunner(loaded, EngineConfig(8 << 20, 256, page_size=16, max_rows=2), methods.get("dense"))
+    arena, size = runner.pages.arena, 5 * GRANULE
+    before = torch.randint(0, 256, arena.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    arena.copy_(before)
+    units = list(range(3, 30_000, 7))
+    data = runner.read_units(size, units)
+    assert bytes(data[: 2 * size]) == bytes(before[3 * GRANULE :][:size].numpy()) + bytes(before[10 * GRANULE :][:size].numpy())
+    source, target = units[1000:], [2 + 5 * i for i in range(len(units) - 1000)]
+    runner.move_units(size, source, target)
+    want = before.clone()
+    reference.move_units(want, size, GRANULE, source, target)
+    assert torch.equal(arena.cpu(), want)
+    arena.zero_()
+    runner.write_units(size, units, data)
+    assert runner.read_units(size, units) == data
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_a_session_goes_warm_on_a_gpu(checkpoint: Any, family: str) -> None:
+    loaded = load_model(checkpoint(family), device="cuda", dtype="float32")
+    hot, warm = engine_of(loaded), engine_of(loaded)
+    assert talk(warm, lambda: warm.suspend("a")) == talk(hot, lambda: None)
+    assert warm.stats().restores == 3
 
 
 def test_decodes_of_many_rows_do_not_cost_as_many_steps(micro_path: Any) -> None:

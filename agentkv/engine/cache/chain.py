@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from agentkv.engine.cache.intervals import common_prefix, edits_to_apply, normal_edits, size
 from agentkv.engine.cache.pools import KVPools, Pieces
@@ -33,7 +33,18 @@ class Checkpoint:
     state: KVState
 
 
-Holder = TypeVar("Holder", KVState, Warm)
+class Reusable(Protocol):
+    """A state of a history, resident or not."""
+
+    logical_length: int
+    edits: tuple[Edit, ...]
+
+    def usable(self, limit: int) -> int:
+        """Longest length up to `limit` that it can be cut to; 0 if there is none."""
+        ...
+
+
+Holder = TypeVar("Holder", bound=Reusable)
 
 
 @dataclass(slots=True, eq=False)
