@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import random
 
+import hypothesis.strategies as st
 import pytest
 from fake_engine import Oracle, engine, request, run, turn
-from test_properties import WINDOWS, EngineLife, act
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import invariant, rule, run_state_machine_as_test
+from test_properties import EXAMPLES, WINDOWS, EngineLife, act
 
 from agentkv.engine.cache.arena import UnitClass
 from agentkv.engine.core import GRANULE, Edit
@@ -72,7 +75,14 @@ class MixedLife(EngineLife):
         self.ballast.give_back(rng.sample(held, len(held) // 2))
         self.ballast.take(rng.randrange(30))
 
+    @rule(seed=st.integers(0, 1000))
+    def shift_by(self, seed: int) -> None:
+        self.shift(random.Random(seed))
+
+    @invariant()
     def accounts(self) -> None:
+        if not hasattr(self, "llm"):
+            return
         self.llm.check()
         self.ballast.check()
         stats = self.llm.stats()
@@ -80,6 +90,7 @@ class MixedLife(EngineLife):
         assert mine + len(self.ballast.held) * self.ballast.cls.unit_bytes == self.llm.arena.used_bytes
         assert stats.free == stats.total - self.llm.arena.used_bytes // stats.unit_bytes
 
+    @rule(units=st.integers(1, 6))
     def pressure(self, units: int) -> None:
         self.llm.oracle.reclaim(Units.of(free + units for free in self.llm.pools.free.counts))
 
@@ -87,13 +98,31 @@ class MixedLife(EngineLife):
         """Not here: what a failed move of units does is tested below."""
 
     def teardown(self) -> None:
+        if not hasattr(self, "llm"):
+            return
         self.ballast.give_back(list(self.ballast.held))
         super().teardown()
 
 
+SETTINGS = settings(
+    max_examples=EXAMPLES // 2,
+    stateful_step_count=40,
+    deadline=None,
+    report_multiple_bugs=False,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@pytest.mark.parametrize("warm_pages", [0, 4, 30])
+def test_any_lives(warm_pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever happens in whatever order, with and without host memory to go to."""
+    monkeypatch.setattr(MixedLife, "warm_pages", warm_pages)
+    run_state_machine_as_test(MixedLife, settings=SETTINGS)
+
+
 def test_long_lives() -> None:
     moved = compactions = 0
-    for seed in range(int(os.environ.get("AGENTKV_LIVES", "40"))):
+    for seed in range(int(os.environ.get("AGENTKV_LIVES", "20"))):
         rng, life = random.Random(seed), MixedLife()
         try:
             sizes = rng.randrange(9, 40), rng.choice([2, 3, 4]), rng.randrange(1, 5), 8, rng.randrange(3)
