@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from agentkv.engine.units import NOTHING, Units
@@ -57,6 +58,38 @@ class KVGroup:
     def token_bytes(self) -> int:
         """Bytes of one token in all layers."""
         return self.num_layers * self.num_kv_heads * 2 * self.head_dim * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class StateGroup:
+    """State that a method keeps for each slot: pages of [token][item], one beside each page of KV, in a table of their own.
+
+    It is a group like those of KV, so it is appended, pruned, shared, cut, moved, sent to tiers and counted like them. An item
+    is `shape` elements of `dtype`, of `itemsize` bytes; it is written when its slot is, and never again (others may share it).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    page_size: int
+    layers: tuple[int, ...] = ()
+    window: int | None = None
+    slack: int = 0
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one slot's item."""
+        return prod(self.shape) * self.itemsize
+
+    @property
+    def stripe_bytes(self) -> int:
+        """Bytes of one page, rounded up to whole granules."""
+        return -(-self.page_size * self.token_bytes // GRANULE) * GRANULE
+
+
+Group = KVGroup | StateGroup
+"""What a sequence has one page table of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +311,7 @@ class Batch:
 class Runner(Protocol):
     """The device side. The engine's host logic talks to it only through this, so it can be tested without torch."""
 
-    groups: tuple[KVGroup, ...]
+    groups: tuple[Group, ...]
     num_granules: int
     vocab_size: int
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import prod
 
 import numpy
 import torch
 from torch import Tensor
 
 from agentkv.engine.cache.layout import UnitLayout
-from agentkv.engine.core import GRANULE, EngineConfig, KVGroup, Slot, TableUpdate
+from agentkv.engine.core import GRANULE, EngineConfig, Group, KVGroup, Slot, StateGroup, TableUpdate
 from agentkv.errors import BadModel, EngineFault
 from agentkv.kernels.move_slots import move_slots
 from agentkv.kernels.move_units import CHUNK_BYTES, move_units, unit_rows
@@ -23,7 +24,7 @@ class KVPages:
     them, so entries never move. The tables change only by `update_tables`.
     """
 
-    def __init__(self, groups: tuple[KVGroup, ...], config: EngineConfig, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, groups: tuple[Group, ...], config: EngineConfig, device: torch.device, dtype: torch.dtype) -> None:
         self.groups = groups
         self.num_granules = config.memory // GRANULE
         least = sum(group.stripe_bytes for group in groups)
@@ -43,13 +44,26 @@ class KVPages:
             torch.zeros(config.max_rows, -(-config.window // group.page_size), dtype=torch.int32, device=device)
             for group in groups
         )
-        layers = {layer: (group, index) for group in groups for index, layer in enumerate(group.layers)}
+        kv = [group for group in groups if isinstance(group, KVGroup)]
+        layers = {layer: (group, index) for group in kv for index, layer in enumerate(group.layers)}
+        self._states = {group.name: self._state_view(group) for group in groups if isinstance(group, StateGroup)}
         self._layers = tuple(self._view(*layers[layer], dtype) for layer in range(len(layers)))
 
     def _view(self, group: KVGroup, index: int, dtype: torch.dtype) -> Tensor:
         """`[num_granules, num_kv_heads, 2, page_size, head_dim]`: row g is the page of the group's layer `index` of a stripe at
         granule g."""
         return self.arena.view(dtype).as_strided(*UnitLayout.of(group, "stripe").strides(index, self.num_granules))
+
+    def _state_view(self, group: StateGroup) -> Tensor:
+        """`[num_granules, page_size, *shape]`: row g is the page of the state that starts at granule g. Rows overlap."""
+        strides = [prod(group.shape[i + 1 :]) for i in range(len(group.shape))]
+        shape = (self.num_granules - group.stripe_bytes // GRANULE + 1, group.page_size, *group.shape)
+        step = (GRANULE // group.itemsize, prod(group.shape), *strides)
+        return self.arena.view(getattr(torch, group.dtype)).as_strided(shape, step)
+
+    def state(self, name: str) -> Tensor:
+        """Pages of a method's state `[num_granules, page_size, *shape]`. Writing through the view writes the arena."""
+        return self._states[name]
 
     def layer(self, layer: int) -> Tensor:
         """The layer's pages. Writing through the view writes the arena."""
@@ -63,14 +77,20 @@ class KVPages:
                 _write(table, mine)
 
     def move(self, source: Sequence[Slot], target: Sequence[Slot], group: int) -> None:
-        """Copy K and V of the group's layers from slot to slot; the two sets may overlap, targets differ from one another."""
+        """Copy what the group has, K and V of its layers or a state, from slot to slot; the two sets may overlap, targets differ
+        from one another."""
         if len(source) != len(target):
             raise EngineFault(f"{len(source)} source slots for {len(target)} targets")
         if not source:
             return
         packed = torch.tensor([(*a, *b) for a, b in zip(source, target, strict=True)], dtype=torch.int64)
         source_units, source_slots, target_units, target_slots = packed.to(self.arena.device).unbind(1)
-        layers = [self._layers[layer] for layer in self.groups[group].layers]
+        moved = self.groups[group]
+        if isinstance(moved, StateGroup):
+            state = self._states[moved.name]
+            state[target_units, target_slots] = state[source_units, source_slots]
+            return
+        layers = [self._layers[layer] for layer in moved.layers]
         move_slots(layers, (source_units, source_slots), (target_units, target_slots))
 
     def move_units(self, unit_bytes: int, source: Sequence[int], target: Sequence[int]) -> None:

@@ -10,7 +10,7 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor
 
-from agentkv.engine.core import Batch, EngineConfig, RowWork, Slot
+from agentkv.engine.core import Batch, EngineConfig, Group, RowWork, Slot, StateGroup
 from agentkv.engine.loader import LoadedModel
 from agentkv.engine.logprobs import score
 from agentkv.engine.pages import KVPages
@@ -49,7 +49,8 @@ class ModelRunner:
     ) -> None:
         self.loaded = loaded
         self.config = config
-        self.groups = loaded.groups(config.page_size)
+        states = tuple(spec.group(config.page_size) for spec in method.states)
+        self.groups: tuple[Group, ...] = (*loaded.groups(config.page_size), *states)
         self.pages = KVPages(self.groups, config, loaded.device, loaded.dtype)
         self.num_granules = self.pages.num_granules
         self.vocab_size = loaded.config.vocab_size
@@ -57,6 +58,8 @@ class ModelRunner:
         self._weight_bytes = loaded.weight_bytes
         owner = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
         self._group_of = tuple(owner[layer] for layer in range(len(owner)))
+        kept = {group.name: index for index, group in enumerate(self.groups) if isinstance(group, StateGroup)}
+        self._state_pages = {name: (self.pages.state(name), index) for name, index in kept.items()}
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> list[int | None]:
@@ -146,7 +149,14 @@ class ModelRunner:
                     device = (owners_[tokens], slots_[tokens], rows_[lines], lens_[lines], starts_[tokens])
                     groups.append(self._group_rows(index, works[first:last], device))
                 batch_ = DeviceBatch(
-                    spans, tokens, prefill, positions_[tokens], tuple(groups), self._group_of, self.pages.layer
+                    spans,
+                    tokens,
+                    prefill,
+                    positions_[tokens],
+                    tuple(groups),
+                    self._group_of,
+                    self.pages.layer,
+                    self._state_pages,
                 )
                 batches.append(batch_)
         return _Step(works, tuple(order), token_ids_, positions_, tuple(batches), ends_)

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from agentkv.engine.attention import Attended, attend
+from agentkv.engine.core import StateGroup
 from agentkv.engine.view import AttentionView, DeviceBatch, PagedKV, Part
+from agentkv.errors import BadRequest
 from agentkv.kernels.store_kv import store_kv
 from agentkv.types import Exactness
 
@@ -33,6 +35,15 @@ class StateSpec:
     dtype: str
     kind: Literal["append", "slot", "mutable"]
     shape: tuple[int, ...] = ()
+
+    def group(self, page_size: int) -> StateGroup:
+        """Its pages, beside KV pages of that size. Raises BadRequest for what the engine does not keep yet."""
+        if self.scope != "slot" or self.kind == "mutable":
+            raise BadRequest(
+                f"state {self.name!r}: scope {self.scope}, kind {self.kind} is not kept yet",
+                hint="State with scope slot, written with its slot and not again, is",
+            )
+        return StateGroup(self.name, self.shape, self.dtype, getattr(torch, self.dtype).itemsize, page_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -126,6 +126,7 @@ class DeviceBatch:
 
     tokens: where they lie in the step. prefill: chunks; otherwise each row has one token. positions: int64 `[num_tokens]`,
     logical. groups: the same rows in each KV group; group_of: layer -> its group. pages_of: layer -> its pages (see PagedKV).
+    states: by name, the pages of the method's state and its group.
     """
 
     rows: tuple[RowSpan, ...]
@@ -135,6 +136,7 @@ class DeviceBatch:
     groups: tuple[GroupRows, ...]
     group_of: tuple[int, ...] = field(repr=False)
     pages_of: Callable[[int], Tensor] = field(repr=False)
+    states: Mapping[str, tuple[Tensor, int]] = field(repr=False, default_factory=dict)
 
     def table_of(self, layer: int) -> RowTable:
         """What the layer's queries see of the rows."""
@@ -148,3 +150,9 @@ class DeviceBatch:
     def pages(self, layer: int) -> Tensor:
         """The layer's pages `[num_granules, num_kv_heads, 2, page_size, head_dim]`."""
         return self.pages_of(layer)
+
+    def state(self, name: str) -> tuple[Tensor, GroupRows]:
+        """Pages of the method's state of that name, `[num_granules, page_size, *shape]`, and the rows' places in them: the new
+        tokens' items belong at `pages[places.entries, places.offsets]`."""
+        pages, group = self.states[name]
+        return pages, self.groups[group]

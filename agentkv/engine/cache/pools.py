@@ -7,7 +7,7 @@ from math import lcm
 
 from agentkv.engine.cache.arena import Arena, UnitClass
 from agentkv.engine.cache.extents import ExtentPool, Slice
-from agentkv.engine.core import GRANULE, KVGroup
+from agentkv.engine.core import GRANULE, Group
 from agentkv.engine.units import Units
 
 SLAB_UNITS = 64
@@ -30,7 +30,7 @@ class KVPools:
         """Does a group let go of pages behind a window?"""
 
     @classmethod
-    def over(cls, num_granules: int, groups: Sequence[KVGroup]) -> KVPools:
+    def over(cls, num_granules: int, groups: Sequence[Group]) -> KVPools:
         """A fresh arena with a pool for each of the groups."""
         classes = [UnitClass(f"group {index}", group.stripe_bytes) for index, group in enumerate(groups)]
         least = num_granules // (SLAB_SHARE * max(unit.granules for unit in classes))
