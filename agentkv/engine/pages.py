@@ -77,8 +77,8 @@ class KVPages:
                 _write(table, mine)
 
     def move(self, source: Sequence[Slot], target: Sequence[Slot], group: int) -> None:
-        """Copy what the group has, K and V of its layers or a state, from slot to slot; the two sets may overlap, targets differ
-        from one another."""
+        """Copy what the group has, K and V of its layers or a state, from slot to slot; the two sets may overlap, targets
+        differ from one another."""
         if len(source) != len(target):
             raise EngineFault(f"{len(source)} source slots for {len(target)} targets")
         if not source:

@@ -114,7 +114,8 @@ def test_states_of_every_granularity_share_an_arena() -> None:
     states = [[Holding(pool) for _ in range(count)] for pool, count in zip(pools, (1, 3, 6), strict=True)]
     for number, holdings in enumerate(states):
         for index, holding in enumerate(holdings):
-            holding.grow(11 + number + index, 0)  # other counts by layer, by head
+            count = 11 + number + index  # other counts by layer, by head
+            holding.grow(count, 0, holding.plan(count))
     for pool, holdings in zip(pools, states, strict=True):
         pool.check([piece for holding in holdings for piece in holding.slices], [])
         for holding in holdings:
