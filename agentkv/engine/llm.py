@@ -284,6 +284,7 @@ class LLM:
         promised = chain.promise(request, wanted, limit) if chain is not None and not fresh else 0
         if chain is not None and promised > self.radix.match(request.salt, seq.token_ids, plain).length:
             self.chains.restore(chain, lambda units: units.within(self._acquire(units, chain)))
+            self.scheduler.settle()
         own = chain.continuation(request, wanted, limit) if chain is not None and not fresh else None
         match = self.radix.match(request.salt, seq.token_ids, plain)
         if own is not None and own[1] >= match.length:
@@ -429,5 +430,6 @@ class LLM:
         for chain in self.chains.chains.values():
             self.chains.lose(chain, "reclaimed")
         self.radix.clear()
+        self.scheduler.settle()
         self.scheduler.batch = Batch(rows=[])
         self.scheduler.memory_changed()
