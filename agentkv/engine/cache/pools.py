@@ -12,7 +12,7 @@ from agentkv.engine.units import Units
 
 SLAB_UNITS = 64
 SLAB_SHARE = 40
-"""Where classes share an arena, a slab is at most a fortieth of it, so that units seldom move to make room for another class."""
+"""Where classes share an arena, a slab is at most a fortieth of it, so that units seldom move for another class."""
 
 Pieces = tuple[list[Slice], ...]
 """Slices by group."""
