@@ -71,8 +71,8 @@ class Edit:
 
 Mask = Callable[[list[int]], Any]
 """From the ids generated so far to what may come next: a contiguous buffer (array, bytes, numpy) of one byte a token of the
-vocabulary, nonzero where it may be drawn, or of 32-bit words, in which bit i % 32 of word i // 32 is token i. Called on the
-host for each draw, on the engine's thread; an end of turn has to be allowed like any other token."""
+vocabulary, nonzero where it may be drawn, or of 32-bit words, in which bit i % 32 of word i // 32 is token i. Called for each
+draw, in a thread of its own while the device runs the step; an end of turn has to be allowed like any other token."""
 
 
 @dataclass(frozen=True, slots=True)

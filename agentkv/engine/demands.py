@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from agentkv.engine.core import History, Mask, Sequence
+from agentkv.engine.core import History, Mask, RowWork, Sequence
 from agentkv.errors import BadRequest, EngineFault
 from agentkv.types import Sampling
 
@@ -24,6 +27,19 @@ def equip(seq: Sequence, vocab_size: int) -> None:
         seq.history = History(seq.token_ids, seq.num_prompt_tokens)
     if seq.request.mask is not None:
         seq.allowed = partial(_allowed, seq, seq.request.mask, vocab_size)
+
+
+class MasksAhead:
+    """Makes the masks of a step in threads while the device runs it; the sampler waits for those that are not done."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1), thread_name_prefix="agentkv-mask")
+
+    def start(self, works: Iterable[RowWork]) -> None:
+        """Begin with the masks of the rows that draw. Until the step is over nobody may append to their sequences."""
+        for work in works:
+            if work.sample and work.allowed is not None:
+                work.allowed = self._threads.submit(work.allowed).result
 
 
 def check_drawn(seq: Sequence, token: int | None) -> None:

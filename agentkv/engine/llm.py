@@ -15,7 +15,7 @@ from agentkv.engine.cache.intervals import common_prefix, merged, normal_edits, 
 from agentkv.engine.cache.radix import RadixCache
 from agentkv.engine.cache.state import KVState, Moves
 from agentkv.engine.core import Batch, ChainInfo, Drawn, EngineConfig, Request, Runner, Sequence, Status, StepOutput
-from agentkv.engine.demands import check_drawn, check_sampling, equip
+from agentkv.engine.demands import MasksAhead, check_drawn, check_sampling, equip
 from agentkv.engine.oracle import PagedOracle
 from agentkv.engine.output import TextStream, TextTokenizer
 from agentkv.engine.scheduler import Scheduler
@@ -61,6 +61,7 @@ class LLM:
         self._ids = count(1)
         self._open: dict[int, Sequence] = {}
         self._streams: dict[int, TextStream] = {}
+        self._masks = MasksAhead()
 
     def step(self) -> list[StepOutput]:
         """Forward one batch; what it made for each sequence that got a token or ended.
@@ -295,6 +296,7 @@ class LLM:
 
     def _on_device(self, batch: Batch) -> list[int | None]:
         self._move(batch.moves)
+        self._masks.start(batch.rows)
         try:
             drawn = self.runner.execute(batch)
         except Exception as error:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
+from agentkv.constraint import read_constraint
 from agentkv.dialogue import Message
 from agentkv.errors import AgentkvError, BadRequest, Conflict, OrphanResult
 from agentkv.memory import plan as plans
@@ -14,7 +15,7 @@ from agentkv.memory.backend import KVBackend
 from agentkv.memory.branch import Branch
 from agentkv.memory.journal import Journal
 from agentkv.memory.ledger import Ledger
-from agentkv.memory.options import check_history, check_mode, check_served, check_window, merged, not_served
+from agentkv.memory.options import check_history, check_mode, check_timeout, check_window, merged, not_served
 from agentkv.memory.restore import restored
 from agentkv.memory.saved import Settings
 from agentkv.memory.span import Record, new_id, spans_of
@@ -207,7 +208,11 @@ class Session(Standing):
         **sampling: Unpack[SamplingOptions],
     ) -> Turn:
         """Let the model answer; sampling: what differs from the session's. On any error the turn is rolled back and what was
-        added stays."""
+        added stays.
+
+        tool_choice: 'auto', 'none', 'required' (one call or more; {'type': 'required', 'parallel': False}: exactly one) or
+        {'type': 'function', 'function': {'name': ...}}. response_format: OpenAI's types, and 'regex', 'grammar', 'choice'.
+        """
         with self.stream(tool_choice=tool_choice, response_format=response_format, timeout=timeout, **sampling) as stream:
             return stream.finish()
 
@@ -223,10 +228,11 @@ class Session(Standing):
 
         def make() -> RunningTurn:
             with self._branch.kept():
-                check_served(tool_choice, response_format, timeout)
+                check_timeout(timeout)
+                constraint = read_constraint(tool_choice, response_format, self.tools)
                 chosen = merged(self.sampling, sampling)
             tools = bool(self.tools) and tool_choice != "none"
-            return RunningTurn(self._branch, chosen, tools=tools, timeout=timeout)
+            return RunningTurn(self._branch, chosen, tools=tools, constraint=constraint, timeout=timeout)
 
         return TurnStream(make)
 
