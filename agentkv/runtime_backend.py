@@ -7,11 +7,12 @@ from typing import Any
 
 from agentkv.constraint import Constraint
 from agentkv.engine.core import Edit, Request
+from agentkv.engine.core import Sequence as EngineSequence
 from agentkv.engine.grammar import GrammarCompiler
 from agentkv.engine.tokenizer import Tokenizer
 from agentkv.engine.worker import EngineWorker, Ticket
 from agentkv.errors import Cancelled
-from agentkv.memory.backend import Counts, Delta, Freed, Held, History, Message, Parsed, Rendered
+from agentkv.memory.backend import Counts, Delta, Freed, Generation, Held, History, Message, Parsed, Rendered
 from agentkv.runtime_constraint import Constraints
 from agentkv.runtime_logprobs import LogprobLog
 from agentkv.tools.parse import THINK, StreamParser, call_format, opens_thinking
@@ -74,6 +75,11 @@ class EngineGeneration:
             return parsed
         told: Parsed = parsed.replace(logprobs=self._logprobs.of(parsed.ids))
         return told
+
+    @property
+    def seq(self) -> EngineSequence:
+        """The engine's sequence."""
+        return self._ticket.seq
 
     @property
     def _cut(self) -> bool:
@@ -179,6 +185,7 @@ class EngineBackend:
         salt: str,
         tools: bool,
         constraint: Constraint | None = None,
+        beside: Generation | None = None,
     ) -> EngineGeneration:
         """Continue the chain; raises Busy, Capacity, ContextOverflow, and BadRequest for a constraint, at once."""
         thinking = opens_thinking(self.tokenizer.decode(suffix[-PROMPT_TAIL:], special=True))
@@ -190,6 +197,7 @@ class EngineBackend:
             salt=salt,
             stop_ids=self.tokenizer.eos_ids,
             mask=None if constraint is None else self._constraints.mask(constraint, thinking=thinking),
+            beside=beside.seq if isinstance(beside, EngineGeneration) else None,
         )
         return EngineGeneration(self, self.worker.submit(request), tools=tools, thinking=thinking)
 

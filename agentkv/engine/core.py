@@ -83,6 +83,7 @@ class Request:
     advance at commit; None uses the radix prefix alone. edits: prunes that the history has seen, in order of `at`; they
     are replayed where the state they were applied to is gone. salt: tenant secret of every content key. mask: what each draw
     may choose from, None for everything; where it fails or allows nothing, its sequence alone ends, with an EngineFault.
+    beside: a sequence of the same prompt, edits and salt: this one waits until that prompt is forwarded, and shares its pages.
     """
 
     token_ids: list[int]
@@ -92,6 +93,7 @@ class Request:
     salt: str = ""
     stop_ids: frozenset[int] = frozenset()
     mask: Mask | None = None
+    beside: Sequence | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -122,7 +124,8 @@ class Sequence:
 
     table_from: pages of the state from this index on are not yet in the row's page table. reserved_units: units that it may
     still take. kept_ids: the generated ids to commit where a stop string ended it (None: all that were generated).
-    history: None where nothing is penalised. allowed: None where every token may come next.
+    history: None where nothing is penalised. allowed: None where every token may come next. leader: the sequence whose prompt
+    this one waits for. sealed: the prefix cache's name for this sequence while it holds its prompt there.
     """
 
     seq_id: int
@@ -146,6 +149,8 @@ class Sequence:
     fault: Exception | None = None
     history: History | None = None
     allowed: Callable[[], memoryview | None] | None = None
+    leader: Sequence | None = None
+    sealed: str | None = None
 
     @property
     def num_forwarded(self) -> int:
@@ -161,6 +166,12 @@ class Sequence:
     def prefilling(self) -> bool:
         """Is some of the prompt not forwarded yet?"""
         return self.num_forwarded < self.num_prompt_tokens
+
+    @property
+    def held(self) -> bool:
+        """Does it wait for the prompt of its leader?"""
+        leader = self.leader
+        return leader is not None and leader.status in (Status.WAITING, Status.RUNNING) and leader.prefilling
 
 
 @dataclass(frozen=True, slots=True)

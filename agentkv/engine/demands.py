@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from agentkv.engine.core import History, Mask, RowWork, Sequence
+from agentkv.engine.core import History, Mask, Request, RowWork, Sequence, Status
 from agentkv.errors import BadRequest, EngineFault
 from agentkv.types import Sampling
 
@@ -27,6 +27,24 @@ def equip(seq: Sequence, vocab_size: int) -> None:
         seq.history = History(seq.token_ids, seq.num_prompt_tokens)
     if seq.request.mask is not None:
         seq.allowed = partial(_allowed, seq, seq.request.mask, vocab_size)
+
+
+def leader_of(request: Request) -> Sequence | None:
+    """The sequence whose prompt a new one shares; None where there is none, or it is of another prompt."""
+    leader = request.beside
+    if leader is None or leader.status is Status.CLOSED:
+        return None
+    ours, theirs = (request.salt, request.edits), (leader.request.salt, leader.request.edits)
+    same = ours == theirs and request.token_ids == leader.token_ids[: leader.num_prompt_tokens]
+    return leader if same else None
+
+
+def promote(closed: Sequence, others: Iterable[Sequence]) -> None:
+    """Whoever waited for a sequence that is closed waits for the first of them instead, which goes ahead."""
+    heir: Sequence | None = None
+    for seq in others:
+        if seq.leader is closed:
+            seq.leader, heir = heir, heir or seq
 
 
 class MasksAhead:

@@ -98,7 +98,9 @@ class GrammarCompiler:
         ends = sorted(self._vocabulary.eos_ids)
         if not ends:
             raise BadRequest(
-                "the model has no end-of-text token, so an answer cannot be held to a form", param="response_format"
+                "the model has no end-of-text token, so an answer cannot be held to a form",
+                hint="Name its eos_token_id in generation_config.json",
+                param="response_format",
             )
         guidance = _library()
         return guidance.LLTokenizer(guidance.TokenizerWrapper(_Words(self._vocabulary, self._vocab_size, ends)), eos_token=ends)

@@ -11,11 +11,11 @@ from agentkv.engine.accounts import EngineStats, check, measure
 from agentkv.engine.cache.arena import Arena, UnitClass
 from agentkv.engine.cache.chain import Chain, ChainCache
 from agentkv.engine.cache.extents import ExtentPool
-from agentkv.engine.cache.intervals import common_prefix, merged, normal_edits, size
+from agentkv.engine.cache.intervals import common_prefix, edits_to_apply, merged, normal_edits, size
 from agentkv.engine.cache.radix import RadixCache
 from agentkv.engine.cache.state import KVState, Moves
-from agentkv.engine.core import Batch, ChainInfo, Drawn, EngineConfig, Request, Runner, Sequence, Status, StepOutput
-from agentkv.engine.demands import MasksAhead, check_drawn, check_sampling, equip
+from agentkv.engine.core import Batch, ChainInfo, Drawn, Edit, EngineConfig, Request, Runner, Sequence, Status, StepOutput
+from agentkv.engine.demands import MasksAhead, check_drawn, check_sampling, equip, leader_of, promote
 from agentkv.engine.oracle import PagedOracle
 from agentkv.engine.output import TextStream, TextTokenizer
 from agentkv.engine.scheduler import Scheduler
@@ -106,6 +106,7 @@ class LLM:
         prompt = list(request.token_ids)
         seq = Sequence(next(self._ids), request, prompt, len(prompt), max_tokens, seed)
         equip(seq, self.runner.vocab_size)
+        seq.leader = leader_of(request)
         self.chains.open(request, seq)
         self._open[seq.seq_id] = seq
         if self.tokenizer is not None:
@@ -264,17 +265,37 @@ class LLM:
         request, limit = seq.request, seq.num_prompt_tokens - 1
         wanted = normal_edits(request.edits, seq.num_prompt_tokens)
         chain = self.chains.chains.get(request.chain_id or "")
-        length, todo = chain.continuation(request, wanted, limit) if chain is not None and not fresh else (0, list(wanted))
+        held, length, todo = self._held(seq, chain, wanted, limit) if not fresh else (None, 0, list(wanted))
         pieces = self.radix.match(request.salt, seq.token_ids, 0 if fresh else min([limit, *(edit.at - 1 for edit in wanted)]))
         state = KVState.of(self.pool, pieces)
-        if chain is not None and chain.state is not None and length and length >= state.length:
+        if held is not None and length and length >= state.length:
             state.release()
-            state = chain.state.fork()
+            state = held.fork()
             state.cut(length)
         else:
             todo = list(wanted)
         seq.state, seq.pending_edits, seq.num_cached_tokens = state, todo, state.logical_length
         seq.miss = self._miss(seq, chain, fresh)
+
+    def _held(
+        self, seq: Sequence, chain: Chain | None, wanted: tuple[Edit, ...], limit: int
+    ) -> tuple[KVState | None, int, list[Edit]]:
+        """A state to fork, how much of it, and the edits left to apply: the leader's, which has the whole prompt, else the
+        chain's."""
+        leader = seq.leader
+        if leader is not None and leader.state is not None and not leader.prefilling:
+            todo = edits_to_apply(normal_edits(leader.state.edits, limit + 1), wanted, limit)
+            if todo is not None:
+                return leader.state, limit, todo
+        return (chain.state, *chain.continuation(seq.request, wanted, limit)) if chain is not None else (None, 0, list(wanted))
+
+    def _seal(self, seq: Sequence) -> None:
+        """The prompt is forwarded: whoever comes from now on shares its whole pages. (A page that is being filled is shared
+        at the commit: nobody else may become its writer.) They are the sequence's alone until then, and go with it."""
+        assert seq.state is not None
+        seq.sealed = f"\0{seq.seq_id}"
+        pages = seq.num_prompt_tokens // self.pool.page_size
+        self.radix.insert(seq.request.salt, seq.token_ids, seq.state, seq.sealed, limit=pages * self.pool.page_size)
 
     def _miss(self, seq: Sequence, chain: Chain | None, fresh: bool) -> Miss | None:
         reused, limit = seq.num_cached_tokens, seq.num_prompt_tokens - 1
@@ -322,6 +343,8 @@ class LLM:
             token = drawn[index]
             if token is not None:
                 seq.token_ids.append(token)
+                if seq.num_generated == 1:
+                    self._seal(seq)
                 touched.append((seq, token, work.score))
         return touched
 
@@ -357,6 +380,9 @@ class LLM:
         self._open.pop(seq.seq_id, None)
         self._streams.pop(seq.seq_id, None)
         self.chains.leave(seq)
+        if seq.sealed is not None:
+            self.radix.disown(seq.request.salt, seq.token_ids[: seq.num_prompt_tokens], seq.sealed, 0)
+        promote(seq, self._open.values())
 
     def _idle(self, chain_id: str) -> Chain | None:
         chain = self.chains.chains.get(chain_id)

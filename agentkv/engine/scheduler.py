@@ -82,8 +82,8 @@ class Scheduler:
 
     def schedule(self) -> Batch:
         """The next step; empty when nothing can run."""
-        while self.waiting and self._rows and not self._blocked:
-            self._blocked = not self._admit(self.waiting[0])
+        while self._rows and not self._blocked and (head := self._head()) is not None:
+            self._blocked = not self._admit(head)
         batch = Batch(rows=[])
         for seq in self.running:
             if not seq.prefilling:
@@ -95,6 +95,10 @@ class Scheduler:
                 boundary = seq.pending_edits[0].at - 1 if seq.pending_edits else seq.num_prompt_tokens
                 self._add_row(batch, seq, min(budget, boundary - seq.num_forwarded))
         return batch
+
+    def _head(self) -> Sequence | None:
+        """The first that does not wait for another sequence's prompt."""
+        return next((seq for seq in self.waiting if not seq.held), None)
 
     def _admit(self, seq: Sequence) -> bool:
         """Move the head of the queue to running if its peak fits beside what is promised already.
@@ -110,7 +114,7 @@ class Scheduler:
             if claimed > self.oracle.free_units and self._can_hold(seq, claimed):
                 self.oracle.reclaim(claimed - self.oracle.free_units)
             if claimed <= self.oracle.free_units:
-                self.waiting.popleft()
+                self.waiting.remove(seq)
                 seq.status, seq.row, seq.reserved_units, seq.table_from = Status.RUNNING, heappop(self._rows), peak, 0
                 self.running.append(seq)
                 return True

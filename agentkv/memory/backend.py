@@ -115,8 +115,10 @@ class KVBackend(Protocol):
         salt: str,
         tools: bool,
         constraint: Constraint | None = None,
+        beside: Generation | None = None,
     ) -> Generation:
-        """Continue the chain: prefill what is not resident, then decode. constraint: what the answer must be. Raises Busy,
+        """Continue the chain: prefill what is not resident, then decode. constraint: what the answer must be. beside: one of
+        this backend's own that runs with the same prompt, which is then computed once and shared. Raises Busy,
         Capacity, ContextOverflow, and BadRequest for a constraint that cannot be served, at once."""
         ...
 

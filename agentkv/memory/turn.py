@@ -19,7 +19,10 @@ log = logging.getLogger(__name__)
 
 
 class RunningTurn:
-    """A turn of a branch. The thread that runs it commits it or rolls it back; `cancel` only asks for the latter."""
+    """A turn of a branch. The thread that runs it commits it or rolls it back; `cancel` only asks for the latter.
+
+    beside: a running turn whose prompt is the same: it is computed once.
+    """
 
     def __init__(
         self,
@@ -29,11 +32,13 @@ class RunningTurn:
         tools: bool,
         constraint: Constraint | None = None,
         timeout: float | None = None,
+        beside: RunningTurn | None = None,
     ) -> None:
         self._branch = branch
         self._sampling = sampling
         self._tools = tools
         self._constraint = constraint
+        self._beside = beside
         self._timeout = timeout
         self._guard = threading.Lock()
         self._generation: Generation | None = None
@@ -108,6 +113,7 @@ class RunningTurn:
                     salt=branch.salt,
                     tools=self._tools,
                     constraint=self._constraint,
+                    beside=None if self._beside is None else self._beside._generation,
                 )
         except ContextOverflow as error:
             branch.overflow(error)
