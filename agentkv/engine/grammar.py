@@ -74,13 +74,14 @@ class GrammarCompiler:
                 self._compiled[grammar] = matcher
                 while len(self._compiled) > KEPT:
                     self._compiled.popitem(last=False)
-        return GrammarMask(matcher.deep_copy())
+        return GrammarMask(matcher)
 
     def _matcher(self, grammar: Grammar, param: str) -> Any:
         guidance = _library()
         parts = [{"name": name, **_part(guidance, form)} for name, form in grammar.parts]
         text = json.dumps({"grammars": [{"name": "start", "lark_grammar": grammar.lark}, *parts]})
-        matcher = guidance.LLMatcher(self._tokenizer, text, log_level=0)
+        limits = guidance.LLParserLimits(verbose_errors=False)
+        matcher = guidance.LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
         problem = matcher.get_error()
         if not problem:
             allowed = matcher.compute_bitmask()  # the slow first mask, and what shows only then
@@ -109,22 +110,21 @@ class GrammarCompiler:
 class GrammarMask:
     """See `core.Mask`. Packed words; the matcher follows the ids generated so far, and starts anew where they differ."""
 
-    def __init__(self, matcher: Any) -> None:
-        self._matcher = matcher
+    def __init__(self, start: Any) -> None:
+        self._start = start
+        self._matcher = start.deep_copy()
         self._read: list[int] = []
 
     def __call__(self, made: list[int]) -> memoryview:
         """What may follow `made`. Raises ValueError for ids that are not of the grammar, and at the library's limits."""
         done = len(self._read)
-        if self._read != made[:done]:
-            self._matcher.reset()
-            done = 0
+        if self._matcher.is_error() or self._read != made[:done]:  # it never leaves an error
+            self._matcher, done = self._start.deep_copy(), 0
         if len(made) > done:
             self._matcher.consume_tokens(made[done:])
         self._read = made
         words = self._matcher.compute_bitmask()
         if self._matcher.is_error() or self._matcher.stop_reason() not in _ENDED:
-            self._read = [-1]  # whatever comes next starts anew
             raise ValueError(self._matcher.get_error() or f"the grammar is too complex ({self._matcher.stop_reason()})")
         return memoryview(words).cast("I")
 
@@ -150,7 +150,7 @@ def _part(guidance: Any, form: Form) -> dict[str, Any]:
     if form.kind == "grammar":
         return {"lark_grammar": form.text}
     if form.kind == "regex":
-        return {"lark_grammar": json.loads(guidance.LLMatcher.grammar_from_regex(form.text))["grammars"][0]["lark_grammar"]}
+        return {"lark_grammar": f"start: /{guidance.regex_to_lark(form.text, use_ascii='dw')}/"}
     schema = json.loads(form.text)
     options = {"whitespace_flexible": True, "whitespace_pattern": _BLANKS}
     return {"json_schema": {**schema, "x-guidance": options}}
