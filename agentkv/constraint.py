@@ -17,8 +17,8 @@ _CHOICES = "'auto', 'none', 'required' or {'type': 'function', 'function': {'nam
 
 
 class Form(Frozen, frozen=True, kw_only=True):
-    """The form of a whole text. kind says what `text` is: a JSON schema (as JSON), a regular expression (Rust's syntax, for
-    the whole text; \\d and \\w are ASCII, as in JSON schemas), or a Lark grammar in llguidance's dialect, with a rule `start`."""
+    """The form of a whole text. kind says what `text` is: a JSON schema (as JSON), a regular expression for the whole text
+    (Rust's syntax; digits and word characters are ASCII), or a Lark grammar in llguidance's dialect, with a rule `start`."""
 
     kind: Literal["json", "regex", "grammar"]
     text: str

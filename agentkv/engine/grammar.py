@@ -40,8 +40,8 @@ class Vocabulary(Protocol):
         """What the token adds to the text, None for one that adds nothing."""
         ...
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of plain text."""
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """Ids of text. special: what spells a special or added token becomes that token."""
         ...
 
 
@@ -74,7 +74,7 @@ class GrammarCompiler:
                 self._compiled[grammar] = matcher
                 while len(self._compiled) > KEPT:
                     self._compiled.popitem(last=False)
-        return GrammarMask(matcher)
+        return GrammarMask(matcher, -(-self._vocab_size // 32))
 
     def _matcher(self, grammar: Grammar, param: str) -> Any:
         guidance = _library()
@@ -110,8 +110,9 @@ class GrammarCompiler:
 class GrammarMask:
     """See `core.Mask`. Packed words; the matcher follows the ids generated so far, and starts anew where they differ."""
 
-    def __init__(self, start: Any) -> None:
+    def __init__(self, start: Any, num_words: int) -> None:
         self._start = start
+        self._num_words = num_words
         self._matcher = start.deep_copy()
         self._read: list[int] = []
 
@@ -126,7 +127,7 @@ class GrammarMask:
         words = self._matcher.compute_bitmask()
         if self._matcher.is_error() or self._matcher.stop_reason() not in _ENDED:
             raise ValueError(self._matcher.get_error() or f"the grammar is too complex ({self._matcher.stop_reason()})")
-        return memoryview(words).cast("I")
+        return memoryview(words).cast("I")[: self._num_words]  # the library counts one token more
 
 
 class _Words:
@@ -141,9 +142,12 @@ class _Words:
         self.eos_token_id = ends[0]
         self.bos_token_id = None
         self._vocabulary = vocabulary
+        self._silent = frozenset(self.special_token_ids)
 
     def __call__(self, text: str) -> list[int]:
-        return self._vocabulary.encode(text)
+        """Ids of text that a grammar forces: a tool marker is the model's own token, other special tokens stay spelled."""
+        ids = self._vocabulary.encode(text, special=True)
+        return self._vocabulary.encode(text) if self._silent.intersection(ids) else ids
 
 
 def _part(guidance: Any, form: Form) -> dict[str, Any]:

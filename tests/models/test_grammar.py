@@ -26,7 +26,10 @@ from agentkv.runtime_engine import model_path
 from agentkv.types import Sampling
 
 ROWS = 32
-WORDS = tuple('{"|"}|":|": "|", "|",|[]|[{|}]|true|false|null|12|0.5| the|name|ä|\u20ac|日本| \n|\n\n   |"a"'.split("|"))
+WORDS = (
+    *('{"', '"}', '":', '": "', '", "', '",', "[]", "[{", "}]", "true", "false", "null", "12", "0.5", " the", "name"),
+    *("ä", "€", "日本", " \n", "\n\n   ", '"a"'),
+)
 
 
 class Merged:
@@ -44,8 +47,8 @@ class Merged:
             return self.words[token]
         return self.inner.token_bytes(token) if token < self.inner.vocab_size else None
 
-    def encode(self, text: str) -> list[int]:
-        return self.inner.encode(text)
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        return self.inner.encode(text, special=special)
 
     def text(self, ids: list[int]) -> str:
         parts = [self.token_bytes(token) for token in ids if token not in self.eos_ids]
@@ -121,6 +124,23 @@ def documents_are_valid(words: Merged, compiler: GrammarCompiler, seeds: range, 
         jsonschema.validate(json.loads(text), schema, cls=jsonschema.Draft202012Validator)
 
 
+def test_vocabularies_of_every_size(words: Merged) -> None:
+    """Masks come in words of 32 tokens, whatever the number of tokens; ids that the tokenizer does not have are never drawn."""
+    for size in range(words.vocab_size, words.vocab_size + 40):
+        mask = GrammarCompiler(words, size).compile(whole(Form(kind="regex", text="[ab]")))
+        assert len(mask([])) == -(-size // 32)
+        assert allowed(mask, []) == {ord("a"), ord("b")}
+
+
+def test_a_forced_tool_marker_is_the_models_own_token(words: Merged, compiler: GrammarCompiler) -> None:
+    marker, end = words.inner.encode("<tool_call>", special=True)[0], words.inner.encode("<|im_end|>", special=True)[0]
+    forced = compiler.compile(Grammar('start: "<tool_call>" @form\n', (("form", Form(kind="json", text='{"const": 1}')),)))
+    assert allowed(forced, []) == {marker}
+    assert allowed(forced, [marker]) == {ord("1")}
+    spelled = compiler.compile(Grammar('start: "a<|im_end|>b"\n'))
+    assert end not in allowed(spelled, [ord("a")])
+
+
 def test_a_hundred_random_schemas(words: Merged, compiler: GrammarCompiler) -> None:
     documents_are_valid(words, compiler, range(100))
 
@@ -131,7 +151,8 @@ def test_a_thousand_random_schemas(words: Merged, compiler: GrammarCompiler) -> 
 
 
 def test_penalties_limits_and_biases_do_not_break_a_form(words: Merged, compiler: GrammarCompiler) -> None:
-    extras = {"repetition_penalty": 1.5, "presence_penalty": 1.0, "min_p": 0.05, "top_k": 40, "logit_bias": {ord("z"): 2.0, ord("{"): -5.0}}
+    extras = {"repetition_penalty": 1.5, "presence_penalty": 1.0, "min_p": 0.05, "top_k": 40}
+    extras |= {"logit_bias": {ord("z"): 2.0, ord("{"): -5.0}}
     documents_are_valid(words, compiler, range(300, 320), logprobs=True, **extras)
 
 
