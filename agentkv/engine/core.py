@@ -125,7 +125,7 @@ class Sequence:
     table_from: pages of the state from this index on are not yet in the row's page table. reserved_units: units that it may
     still take. kept_ids: the generated ids to commit where a stop string ended it (None: all that were generated).
     history: None where nothing is penalised. allowed: None where every token may come next. leader: the sequence whose prompt
-    this one waits for. sealed: the prefix cache's name for this sequence while it holds its prompt there.
+    this one waits for. shared_as: the prefix cache's name for this sequence while it holds its prompt there.
     """
 
     seq_id: int
@@ -150,7 +150,7 @@ class Sequence:
     history: History | None = None
     allowed: Callable[[], memoryview | None] | None = None
     leader: Sequence | None = None
-    sealed: str | None = None
+    shared_as: str | None = None
 
     @property
     def num_forwarded(self) -> int:

@@ -22,8 +22,8 @@ COMPILE_SECONDS = 10.0
 KEPT = 64
 """Compiled grammars that are kept for requests to come."""
 
-_BLANKS = r"[ \t\n]{0,32}"
-"""Blanks between the tokens of a JSON text: as a model likes them, but never without end."""
+_BLANKS = r"( ?|\n {0,16})"
+"""Between the tokens of a JSON text: nothing, a blank, or a new line with its indent, as a model likes, but not without end."""
 
 _ENDED = ("NoExtension", "NoExtensionBias", "EndOfSentence", "NotStopped")
 

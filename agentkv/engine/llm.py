@@ -289,13 +289,13 @@ class LLM:
                 return leader.state, limit, todo
         return (chain.state, *chain.continuation(seq.request, wanted, limit)) if chain is not None else (None, 0, list(wanted))
 
-    def _seal(self, seq: Sequence) -> None:
+    def _share(self, seq: Sequence) -> None:
         """The prompt is forwarded: whoever comes from now on shares its whole pages. (A page that is being filled is shared
         at the commit: nobody else may become its writer.) They are the sequence's alone until then, and go with it."""
         assert seq.state is not None
-        seq.sealed = f"\0{seq.seq_id}"
+        seq.shared_as = f"\0{seq.seq_id}"
         pages = seq.num_prompt_tokens // self.pool.page_size
-        self.radix.insert(seq.request.salt, seq.token_ids, seq.state, seq.sealed, limit=pages * self.pool.page_size)
+        self.radix.insert(seq.request.salt, seq.token_ids, seq.state, seq.shared_as, limit=pages * self.pool.page_size)
 
     def _miss(self, seq: Sequence, chain: Chain | None, fresh: bool) -> Miss | None:
         reused, limit = seq.num_cached_tokens, seq.num_prompt_tokens - 1
@@ -344,7 +344,7 @@ class LLM:
             if token is not None:
                 seq.token_ids.append(token)
                 if seq.num_generated == 1:
-                    self._seal(seq)
+                    self._share(seq)
                 touched.append((seq, token, work.score))
         return touched
 
@@ -380,8 +380,8 @@ class LLM:
         self._open.pop(seq.seq_id, None)
         self._streams.pop(seq.seq_id, None)
         self.chains.leave(seq)
-        if seq.sealed is not None:
-            self.radix.disown(seq.request.salt, seq.token_ids[: seq.num_prompt_tokens], seq.sealed, 0)
+        if seq.shared_as is not None:
+            self.radix.disown(seq.request.salt, seq.token_ids[: seq.num_prompt_tokens], seq.shared_as, 0)
         promote(seq, self._open.values())
 
     def _idle(self, chain_id: str) -> Chain | None:

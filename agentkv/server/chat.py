@@ -127,7 +127,7 @@ class Chat:
                 index, event = said
                 if index not in opened:
                     opened.add(index)
-                    told = {"agentkv": event.extension} if isinstance(event, Opening) else {}
+                    told: dict[str, Any] = {"agentkv": event.extension} if isinstance(event, Opening) else {}
                     yield sse(reply.chunk(role, index=index, **told, **blank))
                 if isinstance(event, ToolCallReady):
                     yield sse(reply.chunk({"tool_calls": [call_object(event.call, calls[index])]}, index=index, **blank))

@@ -43,7 +43,7 @@ def read_tool_choice(body: Mapping[str, Any]) -> Any:
 
 
 def _structured(outputs: Any) -> dict[str, Any]:
-    known = {**SHAPES, "json_object": lambda value, name: {"type": "json_object"}}
+    known: dict[str, Shape] = {**SHAPES, "json_object": lambda value, name: {"type": "json_object"}}
     given = {name: value for name, value in outputs.items() if value not in (None, False)} if isinstance(outputs, dict) else {}
     kinds = [name for name in given if name in known]
     if len(kinds) != 1 or len(given) != 1:
