@@ -60,8 +60,8 @@ def world(
 @app.command("constrained")
 def constrained(
     batches: Annotated[str, typer.Option(help="Rows that decode at once: '1,8'.")] = "1,8",
-    steps: Annotated[int, typer.Option(help="Tokens of each row.")] = 60,
-    rounds: Annotated[int, typer.Option(help="Rounds of each kind.")] = 4,
+    steps: Annotated[int, typer.Option(help="Tokens of each row.")] = 24,
+    rounds: Annotated[int, typer.Option(help="Rounds of each kind.")] = 8,
     as_json: AsJson = False,
 ) -> None:
     """What holding answers to a JSON schema costs a decode step: a 90M model of random weights on the CPU."""

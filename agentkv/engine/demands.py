@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 from agentkv.engine.core import History, Mask, Request, RowWork, Sequence, Status
@@ -57,7 +57,12 @@ class MasksAhead:
         """Begin with the masks of the rows that draw. Until the step is over nobody may append to their sequences."""
         for work in works:
             if work.sample and work.allowed is not None:
-                work.allowed = self._threads.submit(work.allowed).result
+                work.allowed = partial(_awaited, self._threads.submit(work.allowed), work.allowed)
+
+
+def _awaited(ahead: Future[memoryview | None], make: Callable[[], memoryview | None]) -> memoryview | None:
+    """The mask of a thread that has begun it; one that has not come to it yet, on busy cores, would only be waited for."""
+    return make() if ahead.cancel() else ahead.result()
 
 
 def check_drawn(seq: Sequence, token: int | None) -> None:
