@@ -5,18 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from agentkv.constraint import Constraint
 from agentkv.engine.core import Edit, Request
+from agentkv.engine.core import Sequence as EngineSequence
+from agentkv.engine.grammar import GrammarCompiler
 from agentkv.engine.tokenizer import Tokenizer
 from agentkv.engine.worker import EngineWorker, Ticket
 from agentkv.errors import Cancelled
-from agentkv.memory.backend import Counts, Delta, Freed, Held, History, Message, Parsed, Rendered
+from agentkv.memory.backend import Counts, Delta, Freed, Generation, Held, History, Message, Parsed, Rendered
+from agentkv.runtime_constraint import Constraints
 from agentkv.runtime_logprobs import LogprobLog
-from agentkv.tools.parse import StreamParser, opens_thinking
+from agentkv.tools.parse import THINK, StreamParser, call_format, opens_thinking
 from agentkv.tools.render import Renderer
 from agentkv.types import Exactness, Interval, Sampling
 
 FIRST_GUESS_PREFILL = 1000.0
 """Prompt tokens per second assumed before anything was measured."""
+
+CALL_FORMAT = "hermes"
+"""How the model writes tool calls."""
 
 
 PROMPT_TAIL = 8
@@ -29,7 +36,7 @@ class EngineGeneration:
     def __init__(self, backend: EngineBackend, ticket: Ticket, *, tools: bool, thinking: bool) -> None:
         self._backend = backend
         self._ticket = ticket
-        self._parser = StreamParser(tools=tools, thinking=thinking)
+        self._parser = StreamParser(tools=tools, thinking=thinking, format=CALL_FORMAT)
         self._ids: list[int] = []
         request = ticket.seq.request
         self._logprobs = LogprobLog(backend.tokenizer, request.stop_ids) if request.sampling.logprobs else None
@@ -68,6 +75,11 @@ class EngineGeneration:
             return parsed
         told: Parsed = parsed.replace(logprobs=self._logprobs.of(parsed.ids))
         return told
+
+    @property
+    def seq(self) -> EngineSequence:
+        """The engine's sequence."""
+        return self._ticket.seq
 
     @property
     def _cut(self) -> bool:
@@ -136,6 +148,8 @@ class EngineBackend:
         self.window = window
         self.token_bytes = token_bytes
         self._renderer = Renderer(tokenizer)
+        compiler = GrammarCompiler(tokenizer, worker.llm.runner.vocab_size)
+        self._constraints = Constraints(compiler, call_format(CALL_FORMAT), thinks=THINK in tokenizer.template)
         self._prefill_rate = FIRST_GUESS_PREFILL
 
     def render(
@@ -162,9 +176,19 @@ class EngineBackend:
         return token_id == self.tokenizer.end_of_turn_id
 
     def generate(
-        self, chain_id: str, history: History, suffix: list[int], sampling: Sampling, *, salt: str, tools: bool
+        self,
+        chain_id: str,
+        history: History,
+        suffix: list[int],
+        sampling: Sampling,
+        *,
+        salt: str,
+        tools: bool,
+        constraint: Constraint | None = None,
+        beside: Generation | None = None,
     ) -> EngineGeneration:
-        """Continue the chain; raises Busy, Capacity and ContextOverflow at once."""
+        """Continue the chain; raises Busy, Capacity, ContextOverflow, and BadRequest for a constraint, at once."""
+        thinking = opens_thinking(self.tokenizer.decode(suffix[-PROMPT_TAIL:], special=True))
         request = Request(
             token_ids=[*history.ids, *suffix],
             sampling=sampling,
@@ -172,8 +196,9 @@ class EngineBackend:
             edits=tuple(Edit(at, removed) for at, removed in history.edits),
             salt=salt,
             stop_ids=self.tokenizer.eos_ids,
+            mask=None if constraint is None else self._constraints.mask(constraint, thinking=thinking),
+            beside=beside.seq if isinstance(beside, EngineGeneration) else None,
         )
-        thinking = opens_thinking(self.tokenizer.decode(suffix[-PROMPT_TAIL:], special=True))
         return EngineGeneration(self, self.worker.submit(request), tools=tools, thinking=thinking)
 
     def prune(self, chain_id: str, intervals: Sequence[Interval]) -> Freed:

@@ -20,6 +20,9 @@ SpanState = Literal["live", "pinned", "due", "pruned", "recalled", "redacted"]
 PruneMode = Literal["in_place", "rebuild"]
 Interval = tuple[int, int]
 
+MAX_CHOICES = 16
+"""Answers to one prompt."""
+
 _EXACTNESS_ORDER: tuple[Exactness, ...] = ("exact", "bounded", "lossy")
 
 
@@ -312,6 +315,14 @@ def check_lag(lag: int | None) -> int | None:
     if lag is None or (isinstance(lag, int) and not isinstance(lag, bool) and 0 <= lag < 2**31):
         return lag
     raise BadRequest(f"prune_after={lag!r}: an int >= 0, or None for never", param="prune_after")
+
+
+def check_choices(n: Any) -> int:
+    """Refuse a number of answers that is out of range."""
+    if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MAX_CHOICES:
+        hint = "Send several requests for more; they share what they have in common"
+        raise BadRequest(f"n={str(n)[:20]}: 1 to {MAX_CHOICES}", hint=hint, param="n")
+    return n
 
 
 def parse_keep(keep: str) -> int:

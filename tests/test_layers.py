@@ -9,13 +9,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# package -> the agentkv packages it may import, itself included. `types` stands for types, errors and dialogue.
+# package -> the agentkv packages it may import, itself included. `types` stands for types, errors, dialogue and constraint.
 ALLOWED = {
     "__init__": {"types", "runtime", "client"},
     "__main__": {"cli"},
     "types": {"types"},
     "errors": {"types"},
     "dialogue": {"types"},
+    "constraint": {"types"},
     "aio": {"types"},
     "kernels": {"kernels"},
     "tools": {"types"},
@@ -31,7 +32,7 @@ ALLOWED = {
     "integrations": {"runtime", "client", "types"},
 }
 ENGINE_PARTS_FOR_METHODS = {"core", "sparse", "view", "cache"}
-LEAVES = {"types", "errors", "dialogue"}
+LEAVES = {"types", "errors", "dialogue", "constraint"}
 
 # third-party package -> the only places that may import it
 DOORS = {
@@ -42,6 +43,7 @@ DOORS = {
     "httpx": {"client"},
     "transformers": {"engine/loader", "engine/tokenizer", "world"},
     "gguf": {"engine/gguf"},
+    "llguidance": {"engine/grammar"},
     "flashinfer": {"engine/attention"},
     "torch": {"engine", "kernels", "methods", "world", "bench"},
     "triton": {"kernels"},

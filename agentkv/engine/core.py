@@ -120,8 +120,8 @@ class Edit:
 
 Mask = Callable[[list[int]], Any]
 """From the ids generated so far to what may come next: a contiguous buffer (array, bytes, numpy) of one byte a token of the
-vocabulary, nonzero where it may be drawn, or of 32-bit words, in which bit i % 32 of word i // 32 is token i. Called on the
-host for each draw, on the engine's thread; an end of turn has to be allowed like any other token."""
+vocabulary, nonzero where it may be drawn, or of 32-bit words, in which bit i % 32 of word i // 32 is token i. Called for each
+draw, in a thread of its own while the device runs the step; an end of turn has to be allowed like any other token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +132,7 @@ class Request:
     advance at commit; None uses the radix prefix alone. edits: prunes that the history has seen, in order of `at`; they
     are replayed where the state they were applied to is gone. salt: tenant secret of every content key. mask: what each draw
     may choose from, None for everything; where it fails or allows nothing, its sequence alone ends, with an EngineFault.
+    beside: a sequence of the same prompt, edits and salt: this one waits until that prompt is forwarded, and shares its pages.
     """
 
     token_ids: list[int]
@@ -141,6 +142,7 @@ class Request:
     salt: str = ""
     stop_ids: frozenset[int] = frozenset()
     mask: Mask | None = None
+    beside: Sequence | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -173,7 +175,8 @@ class Sequence:
     it may still take; peak_units: most that this can be. shared_until: tokens that it begins with like somebody before it whose
     windows are gone; what it holds of them is cached when they are forwarded, 0 for nothing. kept_ids: the generated ids to
     commit where a stop string ended it (None: all that were generated).
-    history: None where nothing is penalised. allowed: None where every token may come next.
+    history: None where nothing is penalised. allowed: None where every token may come next. leader: the sequence whose prompt
+    this one waits for. shared_as: the prefix cache's name for this sequence while it holds its prompt there.
     """
 
     seq_id: int
@@ -199,6 +202,8 @@ class Sequence:
     fault: Exception | None = None
     history: History | None = None
     allowed: Callable[[], memoryview | None] | None = None
+    leader: Sequence | None = None
+    shared_as: str | None = None
 
     @property
     def num_forwarded(self) -> int:
@@ -214,6 +219,12 @@ class Sequence:
     def prefilling(self) -> bool:
         """Is some of the prompt not forwarded yet?"""
         return self.num_forwarded < self.num_prompt_tokens
+
+    @property
+    def held(self) -> bool:
+        """Does it wait for the prompt of its leader?"""
+        leader = self.leader
+        return leader is not None and leader.status in (Status.WAITING, Status.RUNNING) and leader.prefilling
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
-from agentkv.engine.core import History, Mask, Sequence
+from agentkv.engine.core import History, Mask, Request, RowWork, Sequence, Status
 from agentkv.errors import BadRequest, EngineFault
 from agentkv.types import Sampling
 
@@ -24,6 +27,42 @@ def equip(seq: Sequence, vocab_size: int) -> None:
         seq.history = History(seq.token_ids, seq.num_prompt_tokens)
     if seq.request.mask is not None:
         seq.allowed = partial(_allowed, seq, seq.request.mask, vocab_size)
+
+
+def leader_of(request: Request) -> Sequence | None:
+    """The sequence whose prompt a new one shares; None where there is none, or it is of another prompt."""
+    leader = request.beside
+    if leader is None or leader.status is Status.CLOSED:
+        return None
+    ours, theirs = (request.salt, request.edits), (leader.request.salt, leader.request.edits)
+    same = ours == theirs and request.token_ids == leader.token_ids[: leader.num_prompt_tokens]
+    return leader if same else None
+
+
+def promote(closed: Sequence, others: Iterable[Sequence]) -> None:
+    """Whoever waited for a sequence that is closed waits for the first of them instead, which goes ahead."""
+    heir: Sequence | None = None
+    for seq in others:
+        if seq.leader is closed:
+            seq.leader, heir = heir, heir or seq
+
+
+class MasksAhead:
+    """Makes the masks of a step in threads while the device runs it; the sampler waits for those that are not done."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1), thread_name_prefix="agentkv-mask")
+
+    def start(self, works: Iterable[RowWork]) -> None:
+        """Begin with the masks of the rows that draw. Until the step is over nobody may append to their sequences."""
+        for work in works:
+            if work.sample and work.allowed is not None:
+                work.allowed = partial(_awaited, self._threads.submit(work.allowed), work.allowed)
+
+
+def _awaited(ahead: Future[memoryview | None], make: Callable[[], memoryview | None]) -> memoryview | None:
+    """The mask of a thread that has begun it; one that has not come to it yet, on busy cores, would only be waited for."""
+    return make() if ahead.cancel() else ahead.result()
 
 
 def check_drawn(seq: Sequence, token: int | None) -> None:

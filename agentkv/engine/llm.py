@@ -9,13 +9,13 @@ from typing import Literal
 
 from agentkv.engine.accounts import EngineStats, check, measure
 from agentkv.engine.cache.chain import Chain, ChainCache
-from agentkv.engine.cache.intervals import common_prefix, merged, normal_edits, size
+from agentkv.engine.cache.intervals import common_prefix, edits_to_apply, merged, normal_edits, size
 from agentkv.engine.cache.pools import KVPools
 from agentkv.engine.cache.radix import RadixCache
 from agentkv.engine.cache.state import KVState
 from agentkv.engine.cache.tiers import WarmTier
-from agentkv.engine.core import Batch, ChainInfo, Drawn, EngineConfig, Request, Runner, Sequence, Status, StepOutput
-from agentkv.engine.demands import check_drawn, check_sampling, equip
+from agentkv.engine.core import Batch, ChainInfo, Drawn, Edit, EngineConfig, Request, Runner, Sequence, Status, StepOutput
+from agentkv.engine.demands import MasksAhead, check_drawn, check_sampling, equip, leader_of, promote
 from agentkv.engine.device_memory import DeviceMemory
 from agentkv.engine.oracle import PagedOracle
 from agentkv.engine.output import TextStream, TextTokenizer
@@ -67,6 +67,7 @@ class LLM:
         self._open: dict[int, Sequence] = {}
         self._streams: dict[int, TextStream] = {}
         self._lost: list[Drawn] = []
+        self._masks = MasksAhead()
 
     def step(self) -> list[StepOutput]:
         """Forward one batch; what it made for each sequence that got a token or ended.
@@ -115,6 +116,7 @@ class LLM:
         prompt = list(request.token_ids)
         seq = Sequence(next(self._ids), request, prompt, len(prompt), max_tokens, seed)
         equip(seq, self.runner.vocab_size)
+        seq.leader = leader_of(request)
         self.chains.open(request, seq)
         self._open[seq.seq_id] = seq
         if self.tokenizer is not None:
@@ -285,10 +287,10 @@ class LLM:
         if chain is not None and promised > self.radix.match(request.salt, seq.token_ids, plain).length:
             self.chains.restore(chain, lambda units: units.within(self._acquire(units, chain)))
             self.scheduler.settle()
-        own = chain.continuation(request, wanted, limit) if chain is not None and not fresh else None
+        held = self._held(seq, chain, wanted, limit) if not fresh else None
         match = self.radix.match(request.salt, seq.token_ids, plain)
-        if own is not None and own[1] >= match.length:
-            holder, length, todo = own
+        if held is not None and held[1] >= match.length:
+            holder, length, todo = held
             state = holder.fork()
             state.cut(length)
         else:
@@ -297,11 +299,35 @@ class LLM:
         seq.state, seq.pending_edits, seq.num_cached_tokens = state, todo, state.logical_length
         seq.miss = self._miss(seq, chain, fresh)
 
-    def _share(self, seq: Sequence) -> None:
+    def _held(
+        self, seq: Sequence, chain: Chain | None, wanted: tuple[Edit, ...], limit: int
+    ) -> tuple[KVState, int, list[Edit]] | None:
+        """A state to fork, how much of it, and the edits left to apply: the leader's, which has the whole prompt, else the
+        chain's."""
+        leader = seq.leader
+        if leader is not None and leader.state is not None and not leader.prefilling:
+            todo = edits_to_apply(normal_edits(leader.state.edits, limit + 1), wanted, limit)
+            if todo is not None and leader.state.usable(limit) == limit:
+                return leader.state, limit, todo
+        return chain.continuation(seq.request, wanted, limit) if chain is not None else None
+
+    def _revive(self, seq: Sequence) -> None:
         """Leave the windows that end here to whoever begins with the same tokens."""
         assert seq.state is not None
         self.radix.revive(seq.request.salt, seq.token_ids[: seq.shared_until], seq.state)
         seq.shared_until = 0
+
+    def _share(self, seq: Sequence) -> None:
+        """The prompt is forwarded: whoever comes from now on shares its whole pages. (A page that is being filled is shared
+        at the commit: nobody else may become its writer. So are windows: a reservation counts on their pages being let go.)
+        They are the sequence's alone until then, and go with it."""
+        if any(pool.window is not None for pool in self.pools.pools):
+            return
+        assert seq.state is not None
+        seq.shared_as = f"\0{seq.seq_id}"
+        page_size = self.config.page_size
+        shared = seq.num_prompt_tokens // page_size * page_size
+        self.radix.insert(seq.request.salt, seq.token_ids, seq.state, seq.shared_as, limit=shared)
 
     def _miss(self, seq: Sequence, chain: Chain | None, fresh: bool) -> Miss | None:
         reused, limit = seq.num_cached_tokens, seq.num_prompt_tokens - 1
@@ -323,6 +349,7 @@ class LLM:
 
     def _on_device(self, batch: Batch) -> list[int | None]:
         self.memory.settle()
+        self._masks.start(batch.rows)
         try:
             drawn = self.runner.execute(batch)
         except Exception as error:
@@ -337,7 +364,7 @@ class LLM:
         for index, work in enumerate(batch.rows):
             seq = self._open[work.seq_id]
             if seq.num_forwarded == seq.shared_until and not isinstance(drawn, EngineFault):
-                self._share(seq)
+                self._revive(seq)
             seq.num_prefilled_tokens += max(0, min(len(work.tokens), seq.num_prompt_tokens - work.position))
             if isinstance(drawn, EngineFault):
                 seq.fault = drawn
@@ -350,6 +377,8 @@ class LLM:
             token = drawn[index]
             if token is not None:
                 seq.token_ids.append(token)
+                if seq.num_generated == 1:
+                    self._share(seq)
                 touched.append((seq, token, work.score))
         return touched
 
@@ -385,6 +414,9 @@ class LLM:
         self._open.pop(seq.seq_id, None)
         self._streams.pop(seq.seq_id, None)
         self.chains.leave(seq)
+        if seq.shared_as is not None:
+            self.radix.disown(seq.request.salt, seq.token_ids[: seq.num_prompt_tokens], seq.shared_as, 0)
+        promote(seq, self._open.values())
 
     def _idle(self, chain_id: str) -> Chain | None:
         chain = self.chains.chains.get(chain_id)

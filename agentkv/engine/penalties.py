@@ -79,20 +79,22 @@ def _biased(scores: Tensor, works: Sequence[RowWork]) -> Tensor:
 
 
 def _masked(scores: Tensor, works: Sequence[RowWork]) -> Tensor:
-    """Masks are asked for here, while the device still computes the logits, and carried over in one transfer."""
+    """Masks are waited for here, while the device still computes the logits, and carried over in one transfer a kind."""
     masks = [(row, view) for row, work in enumerate(works) if work.allowed is not None and (view := work.allowed()) is not None]
-    if not masks:
-        return scores
-    rows = torch.tensor([row for row, _ in masks], device=scores.device)
-    allowed = torch.stack([_bools(view, scores.shape[1]) for _, view in masks]).to(scores.device)
-    scores[rows] = scores[rows].masked_fill(~allowed, -torch.inf)
+    for itemsize in (1, 4):
+        kind = [(row, view) for row, view in masks if view.itemsize == itemsize]
+        if kind:
+            rows = torch.tensor([row for row, _ in kind], device=scores.device)
+            joined = torch.frombuffer(bytearray().join(view.cast("B") for _, view in kind), dtype=torch.uint8)
+            allowed = joined.reshape(len(kind), -1).to(scores.device)
+            if itemsize == 4:
+                allowed = _unpacked(allowed, scores.shape[1])
+            scores[rows] = scores[rows].masked_fill(allowed == 0, -torch.inf)
     return scores
 
 
-def _bools(view: memoryview, vocab_size: int) -> Tensor:
-    """A checked mask as one bool a token."""
-    data = torch.frombuffer(bytearray(view.cast("B")), dtype=torch.uint8)
-    if view.itemsize == 1:
-        return data != 0
-    bits = data.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8)  # words are little-endian, so bytes are in order, too
-    return (bits & 1).flatten()[:vocab_size] != 0
+def _unpacked(words: Tensor, vocab_size: int) -> Tensor:
+    """One byte a token, nonzero where its bit is set. words: uint8 `[num_masks, num_bytes]`; they are little-endian, so bits
+    are in the order of the tokens."""
+    places = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=words.device)
+    return (words.unsqueeze(2) & places).flatten(1)[:, :vocab_size]

@@ -94,8 +94,8 @@ class Scheduler:
     def schedule(self) -> Batch:
         """The next step; empty when nothing can run."""
         self.batch = batch = Batch(rows=[])
-        while self.waiting and self._rows and not self._blocked:
-            self._blocked = not self._admit(self.waiting[0])
+        while self._rows and not self._blocked and (head := self._head()) is not None:
+            self._blocked = not self._admit(head)
         self._follow_moves(batch)
         self.oracle.hold(True)
         for seq in self.running:
@@ -115,6 +115,10 @@ class Scheduler:
         self._follow_moves(batch)
         return batch
 
+    def _head(self) -> Sequence | None:
+        """The first that does not wait for another sequence's prompt."""
+        return next((seq for seq in self.waiting if not seq.held), None)
+
     def _admit(self, seq: Sequence) -> bool:
         """Move the head of the queue to running if its peak fits beside what is promised already.
 
@@ -131,7 +135,7 @@ class Scheduler:
                 self.oracle.reclaim(claimed)
                 admitted = self.oracle.claim(claimed)
             if admitted:
-                self.waiting.popleft()
+                self.waiting.remove(seq)
                 seq.status, seq.row, seq.table_from = Status.RUNNING, heappop(self._rows), [0] * len(cost.peak.counts)
                 seq.reserved_units, seq.peak_units = cost.peak, cost.bound
                 self.running.append(seq)

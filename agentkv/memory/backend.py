@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
+from agentkv.constraint import Constraint
 from agentkv.dialogue import Delta, Message, Parsed, Piece, Rendered
 from agentkv.types import Exactness, Frozen, Interval, Miss, Sampling
 
@@ -107,9 +108,20 @@ class KVBackend(Protocol):
         ...
 
     def generate(
-        self, chain_id: str, history: History, suffix: list[int], sampling: Sampling, *, salt: str, tools: bool
+        self,
+        chain_id: str,
+        history: History,
+        suffix: list[int],
+        sampling: Sampling,
+        *,
+        salt: str,
+        tools: bool,
+        constraint: Constraint | None = None,
+        beside: Generation | None = None,
     ) -> Generation:
-        """Continue the chain: prefill what is not resident, then decode. Raises Busy, Capacity, ContextOverflow at once."""
+        """Continue the chain: prefill what is not resident, then decode. constraint: what the answer must be. beside: one of
+        this backend's own that runs with the same prompt, which is then computed once and shared. Raises Busy,
+        Capacity, ContextOverflow, and BadRequest for a constraint that cannot be served, at once."""
         ...
 
     def prune(self, chain_id: str, intervals: Sequence[Interval]) -> Freed:

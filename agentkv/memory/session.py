@@ -7,14 +7,16 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
+from agentkv.constraint import read_constraint
 from agentkv.dialogue import Message
 from agentkv.errors import AgentkvError, BadRequest, Conflict, OrphanResult
 from agentkv.memory import plan as plans
 from agentkv.memory.backend import KVBackend
 from agentkv.memory.branch import Branch
+from agentkv.memory.choices import ChoiceStream, choice_sampling
 from agentkv.memory.journal import Journal
 from agentkv.memory.ledger import Ledger
-from agentkv.memory.options import check_history, check_mode, check_served, check_window, merged, not_served
+from agentkv.memory.options import check_history, check_mode, check_timeout, check_window, merged, not_served
 from agentkv.memory.restore import restored
 from agentkv.memory.saved import Settings
 from agentkv.memory.span import Record, new_id, spans_of
@@ -207,7 +209,11 @@ class Session(Standing):
         **sampling: Unpack[SamplingOptions],
     ) -> Turn:
         """Let the model answer; sampling: what differs from the session's. On any error the turn is rolled back and what was
-        added stays."""
+        added stays.
+
+        tool_choice: 'auto', 'none', 'required' (one call or more; {'type': 'required', 'parallel': False}: exactly one) or
+        {'type': 'function', 'function': {'name': ...}}. response_format: OpenAI's types, and 'regex', 'grammar', 'choice'.
+        """
         with self.stream(tool_choice=tool_choice, response_format=response_format, timeout=timeout, **sampling) as stream:
             return stream.finish()
 
@@ -221,14 +227,43 @@ class Session(Standing):
     ) -> TurnStream:
         """The same as events: TextDelta, ReasoningDelta, ToolCallReady, at the end TurnDone. Leaving early rolls back."""
 
-        def make() -> RunningTurn:
-            with self._branch.kept():
-                check_served(tool_choice, response_format, timeout)
-                chosen = merged(self.sampling, sampling)
-            tools = bool(self.tools) and tool_choice != "none"
-            return RunningTurn(self._branch, chosen, tools=tools, timeout=timeout)
+        return TurnStream(lambda: self._turn(tool_choice, response_format, timeout, sampling))
 
-        return TurnStream(make)
+    def choices(
+        self,
+        n: int,
+        *,
+        tool_choice: Any = "auto",
+        response_format: Any = None,
+        timeout: float | None = None,
+        names: Sequence[str] = (),
+        **sampling: Unpack[SamplingOptions],
+    ) -> ChoiceStream[Self]:
+        """`n` answers to one prompt, which is computed once: this session's own turn and those of n - 1 forks, as (index,
+        event) pairs. names: ids of the forks. With a seed, each choice has one derived from it (`choice_sampling`)."""
+
+        def make(session: Self, index: int, beside: RunningTurn | None) -> RunningTurn:
+            return session._turn(tool_choice, response_format, timeout, sampling, index=index, beside=beside)
+
+        with self._branch.kept():
+            return ChoiceStream(self, n, make, names)
+
+    def _turn(
+        self,
+        tool_choice: Any,
+        response_format: Any,
+        timeout: float | None,
+        sampling: SamplingOptions,
+        *,
+        index: int = 0,
+        beside: RunningTurn | None = None,
+    ) -> RunningTurn:
+        with self._branch.kept():
+            check_timeout(timeout)
+            constraint = read_constraint(tool_choice, response_format, self.tools)
+            chosen = choice_sampling(merged(self.sampling, sampling), index)
+        tools = bool(self.tools) and tool_choice != "none"
+        return RunningTurn(self._branch, chosen, tools=tools, constraint=constraint, timeout=timeout, beside=beside)
 
     def cancel(self) -> None:
         """Ask the running turn to roll back, from any thread; without one, nothing. Who runs it gets Cancelled."""
@@ -356,6 +391,12 @@ class Session(Standing):
             with self._branch.engine("suspending"):
                 self._branch.backend.suspend(self.chain_id)
             self._branch.suspended = True
+
+    def erase(self) -> None:
+        """Close it, and remove its text."""
+        self.close()
+        if self._branch.journal.store is not None:
+            self._branch.journal.store.delete(self._branch.session_id, tenant=self.tenant)
 
     def close(self) -> None:
         """Free its KV; a running turn is rolled back. The transcript stays in the store. Twice is once."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from agentkv.constraint import Constraint
 from agentkv.errors import BadRequest, Busy, Cancelled, ContextOverflow, EngineFault
 from agentkv.memory.backend import Counts, Generation, History, Parsed, Rendered
 from agentkv.memory.branch import Branch
@@ -18,12 +19,26 @@ log = logging.getLogger(__name__)
 
 
 class RunningTurn:
-    """A turn of a branch. The thread that runs it commits it or rolls it back; `cancel` only asks for the latter."""
+    """A turn of a branch. The thread that runs it commits it or rolls it back; `cancel` only asks for the latter.
 
-    def __init__(self, branch: Branch, sampling: Sampling, *, tools: bool, timeout: float | None) -> None:
+    beside: a running turn whose prompt is the same: it is computed once.
+    """
+
+    def __init__(
+        self,
+        branch: Branch,
+        sampling: Sampling,
+        *,
+        tools: bool,
+        constraint: Constraint | None = None,
+        timeout: float | None = None,
+        beside: RunningTurn | None = None,
+    ) -> None:
         self._branch = branch
         self._sampling = sampling
         self._tools = tools
+        self._constraint = constraint
+        self._beside = beside
         self._timeout = timeout
         self._guard = threading.Lock()
         self._generation: Generation | None = None
@@ -97,6 +112,8 @@ class RunningTurn:
                     self._sampling,
                     salt=branch.salt,
                     tools=self._tools,
+                    constraint=self._constraint,
+                    beside=None if self._beside is None else self._beside._generation,
                 )
         except ContextOverflow as error:
             branch.overflow(error)

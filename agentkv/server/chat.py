@@ -10,11 +10,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from agentkv.constraint import read_constraint
 from agentkv.errors import AgentkvError, BadRequest
 from agentkv.server.auth import Auth, salt_of
 from agentkv.server.job import Job, Threads
 from agentkv.server.metrics import Metrics
-from agentkv.server.ports import ConversationPort, RuntimePort, SessionPort, StreamPort, begun_of
+from agentkv.server.ports import ChoicesPort, ConversationPort, OneChoice, RuntimePort, SessionPort
 from agentkv.server.seats import Seat, Seats
 from agentkv.server.wire import (
     ChatRequest,
@@ -27,13 +28,17 @@ from agentkv.server.wire import (
     read_chat,
     read_object,
     sse,
+    total_usage,
 )
 from agentkv.types import Event, Miss, ReasoningDelta, TextDelta, ToolCall, ToolCallReady, Turn, TurnDone
 
 ROUTE = "chat"
 
-Answer = tuple[Turn, dict[str, Any]]
-"""A committed turn and the `agentkv` object that goes with it."""
+Answer = tuple[tuple[Turn, ...], dict[str, Any]]
+"""The committed turns, one a choice, and the `agentkv` object that goes with them."""
+
+Said = tuple[int, Event]
+"""Which choice, and what it says."""
 
 
 class Chat:
@@ -64,12 +69,12 @@ class Chat:
                     media_type="text/event-stream",
                     headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
                 )
-            turn, extension = await job.finish()
+            turns, extension = await job.finish()
         except BaseException:
             job.stop()
             raise
-        self._log(self._metrics.answered(ROUTE, turn, job.started, job.first_event))
-        return json_response(reply.completion(turn, extension))
+        self._answered(turns, job)
+        return json_response(reply.completion(turns, extension))
 
     def answer(self, tenant: str, ask: ChatRequest, job: Job[Answer]) -> Answer:
         """Find the session, add what is new in the request, generate, and index the new boundary."""
@@ -77,6 +82,7 @@ class Chat:
             ask.messages, tools=ask.tools, template_args=ask.template_args, salt=salt_of(tenant)
         )
         _check_end(conversation)
+        read_constraint(ask.tool_choice, ask.response_format, conversation.tools)  # refused before anything is made
         with self._seats.take(tenant, ask, conversation) as seat:
             session = seat.session
             job.interrupt = session.cancel
@@ -84,49 +90,63 @@ class Chat:
                 session.set_policy(ask.policy)
             _say(session, conversation.messages[: seat.matched], conversation.messages[seat.matched :], ask.prune_after)
             job.check()
-            turn, extension = _generate(seat, ask, job)
-            self._index.register(
-                tenant,
-                ask.key,
-                conversation,
-                session_id=session.id,
-                chain_id=session.chain_id,
-                turn=session.turns,
-                matched=seat.matched,
-                text=turn.text,
-                reasoning=turn.reasoning,
-                tool_calls=turn.tool_calls,
-                named=seat.named,
-                stateless=seat.stateless,
-            )
-        return turn, extension
+            sessions, turns, extension = _generate(seat, ask, job, self._seats.names(tenant, ask))
+            for index, (made, turn) in enumerate(zip(sessions, turns, strict=True)):
+                if index:
+                    known: dict[str, Any] = {"session_id": made.id, "chain_id": made.chain_id, "matched": seat.matched}
+                    self._index.register_fork(tenant, session.id, **known)
+                self._index.register(
+                    tenant,
+                    ask.key,
+                    conversation,
+                    session_id=made.id,
+                    chain_id=made.chain_id,
+                    turn=made.turns,
+                    matched=seat.matched,
+                    text=turn.text,
+                    reasoning=turn.reasoning,
+                    tool_calls=turn.tool_calls,
+                    named=seat.named,
+                    stateless=bool(index) or seat.stateless,
+                )
+        return turns, extension
 
-    async def _stream(self, job: Job[Answer], first: Event | None, reply: Reply, ask: ChatRequest) -> AsyncIterator[bytes]:
+    def _answered(self, turns: Sequence[Turn], job: Job[Answer]) -> None:
+        whole: Turn = turns[0].replace(usage=total_usage(turns))
+        self._log(self._metrics.answered(ROUTE, whole, job.started, job.first_event))
+
+    async def _stream(self, job: Job[Answer], first: Said | None, reply: Reply, ask: ChatRequest) -> AsyncIterator[bytes]:
         """The answer as server-sent events; what went wrong on the way is an event too."""
         blank: dict[str, Any] = {"usage": None} if ask.include_usage else {}
-        calls = sent = 0
-        opened = False
+        calls, sent = [0] * ask.n, [0] * ask.n
+        opened: set[int] = set()
+        role = {"role": "assistant", "content": ""}
         try:
-            event = first
-            while event is not None:
-                if isinstance(event, Opening):
-                    opened = True
-                    yield sse(reply.chunk({"role": "assistant", "content": ""}, agentkv=event.extension, **blank))
-                elif isinstance(event, ToolCallReady):
-                    yield sse(reply.chunk({"tool_calls": [call_object(event.call, calls)]}, **blank))
-                    calls += 1
-                elif isinstance(event, (TextDelta, ReasoningDelta)):
+            said = first
+            while said is not None:
+                index, event = said
+                if index not in opened:
+                    opened.add(index)
+                    told: dict[str, Any] = {"agentkv": event.extension} if isinstance(event, Opening) else {}
+                    yield sse(reply.chunk(role, index=index, **told, **blank))
+                if isinstance(event, ToolCallReady):
+                    yield sse(reply.chunk({"tool_calls": [call_object(event.call, calls[index])]}, index=index, **blank))
+                    calls[index] += 1
+                elif isinstance(event, (TextDelta, ReasoningDelta)) and not isinstance(event, Opening):
                     name = "content" if isinstance(event, TextDelta) else "reasoning_content"
-                    yield sse(reply.chunk({name: event.text}, logprobs=event.logprobs, **blank))
-                    sent += len(event.logprobs)
-                event = await job.next()
-            turn, extension = await job.finish()
-            if not opened:  # a turn without a single token
-                yield sse(reply.chunk({"role": "assistant", "content": ""}, agentkv=extension, **blank))
-            self._log(self._metrics.answered(ROUTE, turn, job.started, job.first_event))
-            yield sse(reply.chunk({}, turn.finish_reason, (turn.logprobs or ())[sent:], **blank))
+                    yield sse(reply.chunk({name: event.text}, logprobs=event.logprobs, index=index, **blank))
+                    sent[index] += len(event.logprobs)
+                said = await job.next()
+            turns, extension = await job.finish()
+            for index in sorted(set(range(ask.n)) - opened):  # turns without a single token
+                told = {} if opened or index else {"agentkv": extension}
+                yield sse(reply.chunk(role, index=index, **told, **blank))
+            self._answered(turns, job)
+            for index, turn in enumerate(turns):
+                rest = (turn.logprobs or ())[sent[index] :]
+                yield sse(reply.chunk({}, turn.finish_reason, rest, index=index, **blank))
             if ask.include_usage:
-                yield sse(reply.usage_chunk(turn.usage))
+                yield sse(reply.usage_chunk(total_usage(turns)))
         except AgentkvError as error:
             self._metrics.failed(ROUTE, error.code)
             yield sse(error_object(error))
@@ -183,38 +203,39 @@ def _say(session: SessionPort, known: Sequence[Any], new: Sequence[Any], lags: d
             session.add_assistant(message.content, tuple(calls), message.reasoning)
 
 
-def _generate(seat: Seat, ask: ChatRequest, job: Job[Answer]) -> Answer:
-    session = seat.session
+def _generate(
+    seat: Seat, ask: ChatRequest, job: Job[Answer], names: Sequence[str]
+) -> tuple[Sequence[SessionPort], tuple[Turn, ...], dict[str, Any]]:
+    """The sessions that answered (forks where there are several choices), their turns, and the `agentkv` object."""
     opened = False
-    with session.stream(tool_choice="auto" if ask.parse_tools else "none", **ask.sampling) as stream:
-        for event in stream:
+    with _choices(seat.session, ask, names) as stream:
+        for index, event in stream:
             if isinstance(event, TurnDone):
-                break  # committed: a client that leaves now does not undo it
+                continue  # committed: a client that leaves now does not undo it
             if not opened:
                 opened = True
-                job.emit(Opening(text="", extension=_opening(seat, stream)))
-            job.emit(event)
-    turn = stream.turn
-    turn = turn.replace(miss=_miss(seat, turn.miss, turn.usage.prefilled_tokens))
-    return turn, extension_object(
-        session_id=session.id,
-        chain_id=session.chain_id,
-        miss=turn.miss,
+                job.emit((index, Opening(text="", extension=_extension(seat, stream.begun))))
+            job.emit((index, event))
+    first, *others = stream.turns
+    first = first.replace(miss=_miss(seat, first.miss, first.usage.prefilled_tokens))
+    return stream.sessions, (first, *others), _extension(seat, first)
+
+
+def _choices(session: SessionPort, ask: ChatRequest, names: Sequence[str]) -> ChoicesPort:
+    options: dict[str, Any] = {"tool_choice": ask.tool_choice, **ask.sampling}
+    if ask.response_format is not None:
+        options["response_format"] = ask.response_format
+    return session.choices(ask.n, names=names, **options) if ask.n > 1 else OneChoice(session, session.stream(**options))
+
+
+def _extension(seat: Seat, turn: Turn) -> dict[str, Any]:
+    return extension_object(
+        session_id=seat.session.id,
+        chain_id=seat.session.chain_id,
+        miss=_miss(seat, turn.miss, turn.usage.prefilled_tokens),
         exactness=turn.exactness,
         pruned_now=turn.pruned_now,
         resident_tokens=turn.usage.resident_tokens,
-    )
-
-
-def _opening(seat: Seat, stream: StreamPort) -> dict[str, Any]:
-    session, begun = seat.session, begun_of(seat.session, stream)
-    return extension_object(
-        session_id=session.id,
-        chain_id=session.chain_id,
-        miss=_miss(seat, begun.miss, begun.usage.prefilled_tokens),
-        exactness=begun.exactness,
-        pruned_now=begun.pruned_now,
-        resident_tokens=begun.usage.resident_tokens,
     )
 
 

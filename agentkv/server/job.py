@@ -14,7 +14,6 @@ import anyio.to_thread
 from starlette.requests import Request
 
 from agentkv.errors import AgentkvError, Cancelled, EngineFault
-from agentkv.types import Event
 
 T = TypeVar("T")
 
@@ -49,7 +48,7 @@ class Job(Generic[T]):
         self._threads = threads
         self._stop = threading.Event()
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[Event | None] = asyncio.Queue()
+        self._events: asyncio.Queue[Any] = asyncio.Queue()
         self._result: list[T] = []
         self._error: BaseException | None = None
         self._runner = self._loop.create_task(self._run())
@@ -57,7 +56,7 @@ class Job(Generic[T]):
 
     # -- for the work
 
-    def emit(self, event: Event) -> None:
+    def emit(self, event: Any) -> None:
         """Hand an event to the loop."""
         self.check()
         self._loop.call_soon_threadsafe(self._events.put_nowait, event)
@@ -69,7 +68,7 @@ class Job(Generic[T]):
 
     # -- for the loop
 
-    async def next(self) -> Event | None:
+    async def next(self) -> Any:
         """The next event, None after the last. Raises the error that ended the work."""
         event = await self._events.get()
         if event is None:
@@ -80,7 +79,7 @@ class Job(Generic[T]):
             self.first_event = time.monotonic()
         return event
 
-    async def rest(self) -> AsyncIterator[Event]:
+    async def rest(self) -> AsyncIterator[Any]:
         """The events that remain."""
         while (event := await self.next()) is not None:
             yield event

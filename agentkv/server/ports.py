@@ -26,6 +26,50 @@ class StreamPort(Protocol):
     def __iter__(self) -> Iterator[Event]: ...
 
 
+class ChoicesPort(Protocol):
+    """Answers to one prompt as they are made: (choice, event). sessions and turns: one a choice; turns are known at the end.
+    Leaving early rolls all of them back."""
+
+    @property
+    def sessions(self) -> Sequence[SessionPort]: ...
+    @property
+    def begun(self) -> Turn: ...
+    @property
+    def turns(self) -> tuple[Turn, ...]: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> Any: ...
+
+    def __iter__(self) -> Iterator[tuple[int, Event]]: ...
+
+
+class OneChoice:
+    """A single generation as choices."""
+
+    def __init__(self, session: SessionPort, stream: StreamPort) -> None:
+        self.sessions = [session]
+        self._stream = stream
+
+    @property
+    def begun(self) -> Turn:
+        return begun_of(self.sessions[0], self._stream)
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        return (self._stream.turn,)
+
+    def __enter__(self) -> Self:
+        self._stream.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stream.__exit__(kind, error, trace)
+
+    def __iter__(self) -> Iterator[tuple[int, Event]]:
+        return ((0, event) for event in self._stream)
+
+
 class SessionPort(Protocol):
     """The verbs of a session that the server uses."""
 
@@ -57,6 +101,7 @@ class SessionPort(Protocol):
     def add_assistant(self, text: str, tool_calls: Sequence[ToolCall] = (), reasoning: str = "") -> Any: ...
     def reject(self, call_id: str, reason: str) -> Span: ...
     def stream(self, *none: Any, **options: Any) -> StreamPort: ...
+    def choices(self, *none: Any, **options: Any) -> ChoicesPort: ...
     def messages(self) -> list[dict[str, Any]]: ...
     def spans(self) -> Sequence[Span]: ...
     def plan(self, edit: Any = None) -> Plan: ...

@@ -82,6 +82,10 @@ class Seats:
             self._hold(held, None)
         self._trim()
 
+    def names(self, tenant: str, ask: ChatRequest) -> list[str]:
+        """Ids for the forks that the further choices of a request are made in."""
+        return [_new_id(tenant, ask.key) for _ in range(ask.n - 1)]
+
     def refresh(self, tenant: str, session: SessionPort) -> None:
         """A verb outside chat changed this session: index it anew, if it is indexed."""
         if session.closed:

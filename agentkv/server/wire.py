@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from agentkv.errors import AgentkvError, BadRequest, Cancelled, UnknownModel, UnknownOption
+from agentkv.server.forms import read_response_format, read_tool_choice
 from agentkv.server.sampling import read_sampling, short
 from agentkv.types import (
     Exactness,
@@ -25,6 +26,7 @@ from agentkv.types import (
     TopLogprob,
     Turn,
     Usage,
+    check_choices,
     check_lag,
     options_of,
 )
@@ -35,17 +37,11 @@ BIG_BODY = 256 << 10
 
 # OpenAI (and common extension) fields that change the answer and are not served: field -> (harmless values, hint)
 UNSERVED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "n": ((1,), "Send one request for each choice; they share their prefix"),
     "best_of": ((1,), "Send several requests"),
     "functions": (([],), "Use tools"),
     "function_call": (("auto", "none"), "Use tool_choice"),
     "audio": ((), "Text only"),
     "web_search_options": ((), "Leave it out"),
-    "guided_json": ((), "Constrained output is not served yet"),
-    "guided_regex": ((), "Constrained output is not served yet"),
-    "guided_choice": ((), "Constrained output is not served yet"),
-    "guided_grammar": ((), "Constrained output is not served yet"),
-    "structured_outputs": ((), "Constrained output is not served yet"),
 }
 
 
@@ -68,7 +64,9 @@ class ChatRequest(Frozen, frozen=True, kw_only=True):
     tools: list[Any] = msgspec.field(default_factory=list)
     template_args: dict[str, Any] = msgspec.field(default_factory=dict)
     sampling: dict[str, Any] = msgspec.field(default_factory=dict)
-    parse_tools: bool = True
+    tool_choice: Any = "auto"
+    response_format: Any = None
+    n: int = 1
     stream: bool = False
     include_usage: bool = False
     key: str | None = None
@@ -124,7 +122,9 @@ def read_chat(body: Mapping[str, Any], headers: Mapping[str, str], model: str) -
         tools=_typed(body, "tools", list, "a list of tools") or [],
         template_args=_object(body, "chat_template_kwargs"),
         sampling=read_sampling(body),
-        parse_tools=read_tool_choice(body.get("tool_choice")) == "auto",
+        tool_choice=read_tool_choice(body),
+        response_format=read_response_format(body),
+        n=1 if body.get("n") is None else check_choices(body["n"]),
         stream=bool(_typed(body, "stream", bool, "true or false")),
         include_usage=bool(options.get("include_usage")),
         key=session_key(body, headers, extension),
@@ -170,28 +170,12 @@ def read_policy(extension: Extension, headers: Mapping[str, str]) -> Policy | No
     return sent
 
 
-def read_tool_choice(choice: Any) -> str:
-    """'auto' or 'none'; forcing a call is not served."""
-    if choice is None or choice == "auto":
-        return "auto"
-    if choice == "none":
-        return "none"
-    raise UnknownOption(
-        f"tool_choice={choice!r} is not served", hint="Use 'auto' or 'none' and ask for the call in words", param="tool_choice"
-    )
-
-
 def refuse_unserved(body: Mapping[str, Any]) -> None:
     """Raise for a field that would change the answer and is not served."""
     for name, (harmless, hint) in UNSERVED.items():
         value = body.get(name)
         if value is not None and value not in harmless:
             raise UnknownOption(f"{name}={short(value)} is not served", hint=hint, param=name)
-    shape = body.get("response_format")
-    if shape is not None and not (isinstance(shape, dict) and shape.get("type") == "text"):
-        raise UnknownOption(
-            f"response_format={short(shape)} is not served", hint="Ask for the format in words", param="response_format"
-        )
     if body.get("modalities") not in (None, ["text"]):
         raise UnknownOption(f"modalities={short(body['modalities'])} is not served", hint="Text only", param="modalities")
 
@@ -233,32 +217,44 @@ class Reply(Frozen, frozen=True, kw_only=True):
         frame = {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
         return frame | more
 
-    def completion(self, turn: Turn, extension: dict[str, Any]) -> dict[str, Any]:
-        """The whole answer as one object."""
-        message: dict[str, Any] = {"role": "assistant", "content": turn.text or (None if turn.tool_calls else "")}
-        if turn.reasoning:
-            message["reasoning_content"] = turn.reasoning
-        if turn.tool_calls:
-            message["tool_calls"] = [call_object(call) for call in turn.tool_calls]
-        logprobs = None if turn.logprobs is None else logprobs_object(turn.logprobs)
-        choice = {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": turn.finish_reason}
-        return self._frame("chat.completion", [choice], usage=usage_object(turn.usage), agentkv=extension)
+    def completion(self, turns: Sequence[Turn], extension: dict[str, Any]) -> dict[str, Any]:
+        """The whole answer as one object: a choice a turn."""
+        choices = [_choice(index, turn) for index, turn in enumerate(turns)]
+        return self._frame("chat.completion", choices, usage=usage_object(total_usage(turns)), agentkv=extension)
 
     def chunk(
         self,
         delta: dict[str, Any],
         finish_reason: str | None = None,
         logprobs: Sequence[TokenLogprob] = (),
+        *,
+        index: int = 0,
         **more: Any,
     ) -> dict[str, Any]:
-        """One increment."""
+        """One increment of the choice `index`."""
         told = logprobs_object(logprobs) if logprobs else None
-        choice = {"index": 0, "delta": delta, "logprobs": told, "finish_reason": finish_reason}
+        choice = {"index": index, "delta": delta, "logprobs": told, "finish_reason": finish_reason}
         return self._frame("chat.completion.chunk", [choice], **more)
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
         """The last chunk when the client asked for usage; it has no choices."""
         return self._frame("chat.completion.chunk", [], usage=usage_object(usage))
+
+
+def _choice(index: int, turn: Turn) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": turn.text or (None if turn.tool_calls else "")}
+    if turn.reasoning:
+        message["reasoning_content"] = turn.reasoning
+    if turn.tool_calls:
+        message["tool_calls"] = [call_object(call) for call in turn.tool_calls]
+    logprobs = None if turn.logprobs is None else logprobs_object(turn.logprobs)
+    return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": turn.finish_reason}
+
+
+def total_usage(turns: Sequence[Turn]) -> Usage:
+    """The usage of a request: its prompt once, as the first choice computed it, and what all choices generated."""
+    made: Usage = turns[0].usage.replace(completion_tokens=sum(turn.usage.completion_tokens for turn in turns))
+    return made
 
 
 def new_reply(reply_id: str, model: str) -> Reply:

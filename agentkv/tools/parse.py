@@ -39,6 +39,12 @@ class CallFormat(Protocol):
 
     open: str
     close: str
+    between: str
+    """Text between two calls."""
+
+    def frame(self, name: str) -> tuple[str, str]:
+        """The text of a call of that function before and after its arguments, as the templates write it."""
+        ...
 
     def read(self, body: str) -> tuple[str, dict[str, Any], str] | None:
         """(name, arguments, the arguments as written), or None when the body is not a call."""
@@ -55,6 +61,12 @@ class Hermes:
 
     open = "<tool_call>"
     close = "</tool_call>"
+    between = "\n"
+
+    def frame(self, name: str) -> tuple[str, str]:
+        """Tags and JSON on lines of their own."""
+        head = msgspec.json.encode(name).decode()
+        return f'{self.open}\n{{"name": {head}, "arguments": ', f"}}\n{self.close}"
 
     def read(self, body: str) -> tuple[str, dict[str, Any], str] | None:
         """The one JSON object of the body; strict JSON, nothing after it."""

@@ -228,7 +228,8 @@ def test_bad_input_is_refused_at_the_door(face: Any) -> None:
     session = face.session()
     session.add_user("hi")
     for options in (
-        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "yaml"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"uniqueItems": True}}}},
         {"tool_choice": "required"},
         {"max_tokens": 0},
         {"top_p": 2.0},

@@ -221,8 +221,10 @@ def test_what_is_not_served_is_refused(session: Session, backend: FakeBackend) -
     session.add_tool_result(session.open_calls[0].id, "r" * 20)
     span = next(span for span in session.spans() if span.kind == "tool_result")
     for verb in (
-        lambda: session.generate(response_format={"type": "json_object"}),
-        lambda: session.generate(tool_choice="required"),
+        lambda: session.generate(response_format={"type": "yaml"}),
+        lambda: session.generate(tool_choice="sometimes"),
+        lambda: session.choices(0),
+        lambda: session.choices(17),
         lambda: session.generate(tool_choice={"type": "function"}),
         lambda: session.generate(timeout=0),
         lambda: session.generate(max_tokens=0),

@@ -89,12 +89,12 @@ class RadixCache:
             path.pop()
         return Match(_end(path), tuple(self._pieces(path, pool) for pool in self.pools.pools), known)
 
-    def insert(self, salt: str, ids: Sequence[int], state: KVState, owner: str | None) -> None:
+    def insert(self, salt: str, ids: Sequence[int], state: KVState, owner: str | None, *, limit: int | None = None) -> None:
         """Cache the state's KV up to its first hole; `ids` are at least its tokens. What is cached already stays.
 
-        owner: the chain that the state belongs to, None for a request without one.
+        owner: the chain that the state belongs to, None for a request without one. limit: tokens that are cached at most.
         """
-        length = state.pure_length
+        length = state.pure_length if limit is None else min(limit, state.pure_length)
         if not length or not self.enabled:
             return
         name, now, done = owner or ANYONE, self.tick(), 0
