@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from agentkv.engine.sparse import Lifecycle
+from agentkv.kernels.linear import linear
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -97,8 +98,8 @@ class PackedLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(sum(sizes))) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., sum(sizes)]` of x `[..., in_size]`."""
-        return functional.linear(x, self.weight, self.bias)
+        """`[num_tokens, sum(sizes)]` of x `[num_tokens, in_size]`."""
+        return linear(x, self.weight, self.bias)
 
 
 class Rotary:
@@ -264,7 +265,7 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token `[num_tokens, vocab_size]`, at least float32."""
         weight = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-        scores = functional.linear(hidden, weight)
+        scores = linear(hidden, weight)
         return scores if scores.dtype == torch.float64 else scores.float()
 
     def source_names(self, name: str) -> tuple[str, ...]:
