@@ -10,7 +10,7 @@ from typing import Any
 from agentkv import methods
 from agentkv.engine.checkpoint import find_gguf
 from agentkv.engine.core import EngineConfig
-from agentkv.engine.devices import best_device, device_names, free_host_memory, free_memory, usable_device
+from agentkv.engine.devices import best_device, cpu_kernels, device_names, free_host_memory, free_memory, usable_device
 from agentkv.engine.llm import LLM
 from agentkv.engine.loader import LoadedModel, load_model
 from agentkv.engine.runner import ModelRunner
@@ -165,6 +165,11 @@ def list_methods() -> list[dict[str, Any]]:
 def devices() -> list[str]:
     """Devices that this torch can use, the one that 'auto' takes first."""
     return device_names()
+
+
+def kernels_note() -> str:
+    """Which compiled kernels the CPU has, or why it has none."""
+    return cpu_kernels()
 
 
 def memory_plan(model: str | Path) -> dict[str, Any]:

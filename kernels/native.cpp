@@ -29,7 +29,6 @@ typedef uint16_t Half __attribute__((vector_size(LANES * 2)));
 
 constexpr int TOKENS = 8;              // rows of x that are multiplied together
 constexpr int64_t SHARE = 128 << 10;   // bytes of weights that a thread takes at a time
-constexpr int64_t AHEAD = 4096;        // bytes between a weight that is used and one that is fetched
 constexpr int64_t PIECE = 512;         // slots of a row that one thread reads for one KV head
 constexpr int64_t BLOCK = 128;         // slots whose scores are held at once; divides PIECE
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
@@ -66,13 +65,15 @@ inline float widen(uint16_t x) {
     return wide;
 }
 
-inline float sum(Vec v) {
-    float lane[LANES];
-    store(lane, v);
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) lane[i] += lane[i + width];
-    return lane[0];
+template <int N> struct Lanes { typedef float Type __attribute__((vector_size(N * 4))); };
+template <int N> inline float sum_lanes(const typename Lanes<N>::Type& v) {  // halves onto one another
+    typename Lanes<N / 2>::Type low, high;
+    std::memcpy(&low, &v, sizeof low);
+    std::memcpy(&high, (const char*)&v + sizeof low, sizeof high);
+    return sum_lanes<N / 2>(low + high);
 }
+template <> inline float sum_lanes<2>(const Lanes<2>::Type& v) { return v[0] + v[1]; }
+inline float sum(Vec v) { return sum_lanes<LANES>(v); }
 
 inline Vec exponential(Vec x) {  // within 2 units in the last place; 0 below -87
     const Vec magic = Vec{} + 12582912.0f;  // adding it rounds to an integer
@@ -92,7 +93,7 @@ inline void tile(const T* x, int64_t step, const T* w, const T* bias, T* y, int6
     for (; i + LANES <= depth; i += LANES) {
         Vec column[N];
         for (int n = 0; n < N; n++) {
-            __builtin_prefetch((const char*)(w + n * depth + i) + AHEAD);
+            __builtin_prefetch(w + (n + N) * depth + i);  // the next tile
             column[n] = load(w + n * depth + i);
         }
         for (int m = 0; m < M; m++) {

@@ -131,7 +131,10 @@ def _open(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     pointer, count = ctypes.c_void_p, ctypes.c_int64
     for suffix in SUFFIX.values():
-        linear, attend = getattr(library, f"linear_{suffix}"), getattr(library, f"attend_{suffix}")  # kept by name, with their types
+        linear, attend = (
+            getattr(library, f"linear_{suffix}"),
+            getattr(library, f"attend_{suffix}"),
+        )  # kept by name, with their types
         linear.argtypes = [pointer, count, *[pointer] * 3, *[count] * 3, ctypes.c_int]
         attend.argtypes = [ctypes.POINTER(Rows), *[pointer] * 4, ctypes.c_int]
         linear.restype = attend.restype = None

@@ -7,6 +7,7 @@ import os
 import torch
 
 from agentkv.errors import BadRequest
+from agentkv.kernels.native import native
 
 
 def best_device() -> str:
@@ -18,6 +19,11 @@ def device_names() -> list[str]:
     """Devices that this torch can use, the best first, with their names."""
     gpus = [f"cuda:{index} {torch.cuda.get_device_name(index)}" for index in range(torch.cuda.device_count())]
     return [*gpus, "cpu"]
+
+
+def cpu_kernels() -> str:
+    """Whether the CPU's compiled kernels are used, and why not; builds them where that was not done yet."""
+    return native().note
 
 
 def free_memory(device: torch.device) -> int:
