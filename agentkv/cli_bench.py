@@ -68,6 +68,9 @@ def engine(
     batch_prompt: Annotated[int, typer.Option(help="Prompt tokens of each.")] = 2048,
     new: Annotated[int, typer.Option(help="New tokens of each sequence.")] = 128,
     repeats: Annotated[int, typer.Option(help="Runs of each side, in turn.")] = 3,
+    peer_sequences: Annotated[
+        int | None, typer.Option(help="Sequences of the batch that a peer without batches does. Default: all.")
+    ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads of both sides. Default: torch's own number.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, ...")] = "auto",
@@ -88,6 +91,7 @@ def engine(
         batch_prompt=batch_prompt,
         new=new,
         repeats=repeats,
+        peer_sequences=peer_sequences,
         threads=threads,
         device=device,
         dtype=dtype,

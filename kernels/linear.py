@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from agentkv.kernels.native import SUFFIX, native, serves
+from agentkv.kernels.native import compiled
 
 MOST_TOKENS = 16
 """With more tokens the library's product is faster."""
@@ -17,11 +17,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Up to MOST_TOKENS tokens on the CPU, a token's result is the same bits whatever the other tokens are.
     """
-    if x.shape[0] > MOST_TOKENS or not serves(x, weight) or x.stride(1) != 1 or not weight.is_contiguous():
+    num_tokens = x.shape[0]
+    multiply = compiled("linear", x, weight) if num_tokens <= MOST_TOKENS else None
+    if multiply is None or x.stride(1) != 1 or not weight.is_contiguous():
         return functional.linear(x, weight, bias)
-    y = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype)
+    y = torch.empty(num_tokens, weight.shape[0], dtype=x.dtype)
     added = None if bias is None else bias.data_ptr()
-    multiply = getattr(native().library, f"linear_{SUFFIX[x.dtype]}")
-    sizes = (x.shape[0], *weight.shape)
-    multiply(x.data_ptr(), x.stride(0), weight.data_ptr(), added, y.data_ptr(), *sizes, torch.get_num_threads())
+    threads = torch.get_num_threads()
+    multiply(x.data_ptr(), x.stride(0), weight.data_ptr(), added, y.data_ptr(), num_tokens, *weight.shape, threads)
     return y

@@ -1,4 +1,5 @@
-// What a decode step reads most on a CPU, read in place: pages of keys and values, and the weights of a few tokens' products.
+// What a step does on a CPU: pages of keys and values and the weights of a few tokens' products are read in place, once; what
+// is done to single tokens in between is one pass each.
 // A plain C interface for native.py. Vectors are the compiler's own, so one source serves every instruction set.
 //
 // Invariant: a token's result does not depend on what else is in the batch or on the number of threads. Work is cut into fixed
@@ -75,6 +76,26 @@ template <int N> inline float sum_lanes(const typename Lanes<N>::Type& v) {  // 
 template <> inline float sum_lanes<2>(const Lanes<2>::Type& v) { return v[0] + v[1]; }
 inline float sum(Vec v) { return sum_lanes<LANES>(v); }
 
+// The sums of four vectors to four places.
+inline void sums(const Vec* v, float* to) {
+#if defined(__AVX512F__)
+    typedef float Four __attribute__((vector_size(16)));
+#define BOTH(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+    const Vec ab = BOTH(v[0], v[1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+                   BOTH(v[0], v[1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    const Vec cd = BOTH(v[2], v[3], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+                   BOTH(v[2], v[3], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    Vec all = BOTH(ab, cd, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+              BOTH(ab, cd, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    all += BOTH(all, all, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+    const Four done = BOTH(all, all, 0, 4, 8, 12) + BOTH(all, all, 1, 5, 9, 13);
+#undef BOTH
+    std::memcpy(to, &done, sizeof done);
+#else
+    for (int i = 0; i < 4; i++) to[i] = sum(v[i]);
+#endif
+}
+
 inline Vec exponential(Vec x) {  // within 2 units in the last place; 0 below -87
     const Vec magic = Vec{} + 12582912.0f;  // adding it rounds to an integer
     Vec shifted = x * 1.44269504f + magic, n = shifted - magic;
@@ -129,6 +150,73 @@ void linear(const T* x, int64_t step, const T* w, const T* bias, T* y, int64_t r
                                                         std::min(width, (i + 1) * share));
 }
 
+// -- what is done to each token by itself
+
+constexpr int64_t FEW = 16;  // tokens that are not worth a second thread
+
+// x / root mean square * weight, each rounded as the model's dtype is.
+template <class T> void norm(const T* x, const T* weight, T* y, int64_t size, float eps) {
+    Vec squares{};
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) squares += load(x + i) * load(x + i);
+    if (i < size) squares += load_some(x + i, size - i) * load_some(x + i, size - i);
+    const float scale = 1.0f / std::sqrt(sum(squares) / size + eps);
+    for (int64_t j = 0; j < size; j++) y[j] = narrow(widen(narrow(widen(x[j]) * scale, y)) * widen(weight[j]), y);
+}
+
+template <class T>
+void norms(const T* x, int64_t step, const T* weight, T* y, int64_t tokens, int64_t size, float eps, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (tokens > FEW)
+    for (int64_t t = 0; t < tokens; t++) norm(x + t * step, weight, y + t * size, size, eps);
+}
+
+// Heads of a token, normed where there are weights (heads by dim), then their halves turned by the token's angles.
+template <class T>
+void turn(const T* x, int64_t step, const T* weight, const T* cosine, const T* sine, T* y, int64_t tokens, int64_t heads, int64_t dim,
+          float eps, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (tokens > FEW)
+    for (int64_t t = 0; t < tokens; t++)
+        for (int64_t h = 0; h < heads; h++) {
+            const T *from = x + t * step + h * dim, *c = cosine + t * dim / 2, *s = sine + t * dim / 2;
+            T* to = y + (t * heads + h) * dim;
+            if (weight)
+                norm(from, weight + h * dim, to, dim, eps);
+            else
+                std::copy(from, from + dim, to);
+            for (int64_t i = 0; i < dim / 2; i++) {
+                const float a = widen(to[i]), b = widen(to[i + dim / 2]), cos = widen(c[i]), sin = widen(s[i]);
+                to[i] = narrow(a * cos - b * sin, to);
+                to[i + dim / 2] = narrow(b * cos + a * sin, to);
+            }
+        }
+}
+
+// silu(first half) * second half.
+template <class T> void gate(const T* x, T* y, int64_t tokens, int64_t size, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (tokens > FEW)
+    for (int64_t t = 0; t < tokens; t++)
+        for (int64_t i = 0; i < size; i += LANES) {
+            const int64_t count = std::min<int64_t>(LANES, size - i);
+            const Vec g = load_some(x + 2 * t * size + i, count), up = load_some(x + (2 * t + 1) * size + i, count);
+            const Vec low = -g < 88.0f ? -g : Vec{} + 88.0f;
+            float lane[LANES];
+            store(lane, g / (1.0f + exponential(low)));
+            for (int64_t j = 0; j < count; j++) y[t * size + i + j] = narrow(widen(narrow(lane[j], y)) * up[j], y);
+        }
+}
+
+// Keys and values of new tokens into their pages.
+template <class T>
+void put(T* pages, const int64_t* entries, const int64_t* offsets, const T* k, int64_t k_step, const T* v, int64_t v_step, int64_t tokens,
+         int64_t heads, int64_t page_size, int64_t dim, int64_t page_step) {
+    for (int64_t t = 0; t < tokens; t++)
+        for (int64_t h = 0; h < heads; h++) {
+            T* place = pages + entries[t] * page_step + (h * 2 * page_size + offsets[t]) * dim;
+            std::copy(k + t * k_step + h * dim, k + t * k_step + (h + 1) * dim, place);
+            std::copy(v + t * v_step + h * dim, v + t * v_step + (h + 1) * dim, place + page_size * dim);
+        }
+}
+
 // -- attention
 
 struct Rows {  // what paged_attention was given, see native.py
@@ -170,8 +258,12 @@ inline void score(const float* q, int64_t q_step, const T* k, int64_t dim, float
             Vec key = load_some(k + j * dim + d, dim - d);
             for (int i = 0; i < Q; i++) total[i][j] += load(q + i * q_step + d) * key;
         }
-    for (int i = 0; i < Q; i++)
-        for (int j = 0; j < K; j++) out[i * BLOCK + j] = sum(total[i][j]);
+    for (int i = 0; i < Q; i++) {
+        if constexpr (K == 4)
+            sums(total[i], out + i * BLOCK);
+        else
+            for (int j = 0; j < K; j++) out[i * BLOCK + j] = sum(total[i][j]);
+    }
 }
 
 template <int Q, class T>
@@ -222,12 +314,16 @@ template <class T> struct Worker {  // one thread's scratch
         }
     }
 
+    const T* keys(const Item& item, int64_t slot) const {
+        const int64_t entry = in.entries[in.rows[item.row] * in.table_step + slot / in.page_size];
+        return pages + entry * in.page_step + (item.head * 2 * in.page_size + slot % in.page_size) * in.dim;
+    }
+
     // Calls each(page's keys from the slot on, index in the block, count) for the runs of slots [from, to) that lie in one page.
     template <class Each> void runs(const Item& item, int64_t from, int64_t to, Each each) {
-        const int32_t* table = in.entries + in.rows[item.row] * in.table_step;
         for (int64_t slot = from; slot < to;) {
-            const int64_t offset = slot % in.page_size, count = std::min(in.page_size - offset, to - slot);
-            each(pages + table[slot / in.page_size] * in.page_step + (item.head * 2 * in.page_size + offset) * in.dim, slot - from, count);
+            const int64_t count = std::min(in.page_size - slot % in.page_size, to - slot);
+            each(keys(item, slot), slot - from, count);
             slot += count;
         }
     }
@@ -280,8 +376,13 @@ template <class T> struct Worker {  // one thread's scratch
     void soften(float* line, int64_t low, int64_t high, int64_t slots, float* sums, float& total, float& top) {
         for (int64_t j = 0; j < std::min(low, slots); j++) line[j] = NEVER;
         for (int64_t j = std::max<int64_t>(0, high); j < BLOCK; j++) line[j] = NEVER;
-        float largest = top;
-        for (int64_t j = 0; j < slots; j++) largest = std::max(largest, line[j]);
+        Vec most = Vec{} + top;
+        for (int64_t j = 0; j < slots; j += LANES) {
+            const Vec some = load(line + j);
+            most = some > most ? some : most;
+        }
+        float largest = most[0];
+        for (int i = 1; i < LANES; i++) largest = std::max(largest, most[i]);
         if (largest == NEVER) {
             std::fill(line, line + BLOCK, 0.0f);
             return;
@@ -347,20 +448,29 @@ void attend(const Rows& in, const T* q, const T* pages, T* out, float* lse, int 
 
 }  // namespace
 
-extern "C" {
+// One function for each dtype, named like linear_float32.
+#define EXPORT(T, NAME)                                                                                                            \
+    void linear_##NAME(const T* x, int64_t step, const T* w, const T* bias, T* y, int64_t rows, int64_t width, int64_t depth,     \
+                       int threads) {                                                                                             \
+        linear(x, step, w, bias, y, rows, width, depth, threads);                                                                 \
+    }                                                                                                                             \
+    void attend_##NAME(const Rows* in, const T* q, const T* pages, T* out, float* lse, int threads) {                             \
+        attend(*in, q, pages, out, lse, threads);                                                                                 \
+    }                                                                                                                             \
+    void norm_##NAME(const T* x, int64_t step, const T* weight, T* y, int64_t tokens, int64_t size, float eps, int threads) {     \
+        norms(x, step, weight, y, tokens, size, eps, threads);                                                                    \
+    }                                                                                                                             \
+    void turn_##NAME(const T* x, int64_t step, const T* weight, const T* cosine, const T* sine, T* y, int64_t tokens,             \
+                     int64_t heads, int64_t dim, float eps, int threads) {                                                        \
+        turn(x, step, weight, cosine, sine, y, tokens, heads, dim, eps, threads);                                                 \
+    }                                                                                                                             \
+    void gate_##NAME(const T* x, T* y, int64_t tokens, int64_t size, int threads) { gate(x, y, tokens, size, threads); }          \
+    void put_##NAME(T* pages, const int64_t* entries, const int64_t* offsets, const T* k, int64_t k_step, const T* v,             \
+                    int64_t v_step, int64_t tokens, int64_t heads, int64_t page_size, int64_t dim, int64_t page_step) {           \
+        put(pages, entries, offsets, k, k_step, v, v_step, tokens, heads, page_size, dim, page_step);                             \
+    }
 
-void linear_float32(const float* x, int64_t step, const float* w, const float* bias, float* y, int64_t rows, int64_t width,
-                    int64_t depth, int threads) {
-    linear(x, step, w, bias, y, rows, width, depth, threads);
-}
-void linear_bfloat16(const uint16_t* x, int64_t step, const uint16_t* w, const uint16_t* bias, uint16_t* y, int64_t rows,
-                     int64_t width, int64_t depth, int threads) {
-    linear(x, step, w, bias, y, rows, width, depth, threads);
-}
-void attend_float32(const Rows* in, const float* q, const float* pages, float* out, float* lse, int threads) {
-    attend(*in, q, pages, out, lse, threads);
-}
-void attend_bfloat16(const Rows* in, const uint16_t* q, const uint16_t* pages, uint16_t* out, float* lse, int threads) {
-    attend(*in, q, pages, out, lse, threads);
-}
+extern "C" {
+EXPORT(float, float32)
+EXPORT(uint16_t, bfloat16)
 }

@@ -13,6 +13,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch import Tensor
 
 SWITCH = "AGENTKV_NATIVE"
 SOURCE = Path(__file__).with_name("native.cpp")
-SUFFIX = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_SUFFIX = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 """How native.cpp names its functions for a dtype; others are left to torch."""
 _COMPILERS = ("g++", "clang++", "c++")
 _COMMON = ("-O3", "-std=gnu++17", "-ffp-contract=fast", "-fPIC", "-shared")
@@ -45,9 +46,9 @@ class Rows(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Native:
-    """The built library, or why there is none."""
+    """The functions of the built library by name and dtype, none where there is no library, and what was done or why not."""
 
-    library: ctypes.CDLL | None
+    functions: dict[tuple[str, torch.dtype], Callable[..., None]]
     note: str
 
 
@@ -55,19 +56,21 @@ class Native:
 def native() -> Native:
     """The library of this process, built at the first call (seconds) unless the cache has it. Never raises."""
     if os.environ.get(SWITCH, "1") == "0":
-        return Native(None, f"off: {SWITCH}=0")
+        return Native({}, f"off: {SWITCH}=0")
     try:
         return _load()
     except (OSError, subprocess.SubprocessError) as error:
-        return Native(None, f"off: {error}")
+        return Native({}, f"off: {error}")
 
 
-def serves(*tensors: Tensor) -> bool:
-    """Can the library work on these: all on the CPU, of one dtype that it knows, and is it there?"""
+def compiled(name: str, *tensors: Tensor) -> Callable[..., None] | None:
+    """The function for tensors like these, or None: no library, or they are not all on the CPU and of one dtype it knows."""
     kind = tensors[0].dtype
-    if kind not in SUFFIX or native().library is None:
-        return False
-    return all(each.device.type == "cpu" and each.dtype == kind for each in tensors)
+    function = native().functions.get((name, kind))
+    for each in tensors:
+        if each.dtype != kind or not each.is_cpu:
+            return None
+    return function
 
 
 def find_compiler() -> str | None:
@@ -83,7 +86,7 @@ def library_path(compiler: str) -> Path:
 def _load() -> Native:
     compiler = find_compiler()
     if compiler is None:
-        return Native(None, f"off: no C++ compiler ({', '.join(_COMPILERS)}); attention on the CPU runs in torch")
+        return Native({}, f"off: no C++ compiler ({', '.join(_COMPILERS)}); attention on the CPU runs in torch")
     path = library_path(compiler)
     if path.is_file():
         with contextlib.suppress(OSError):  # a damaged file is built again
@@ -98,7 +101,7 @@ def _load() -> Native:
                 made.replace(path)  # whole or not at all, whoever else builds
                 return Native(_open(path), f"built with {compiler} {' '.join(flags)}: {path}")
             why = (done.stderr.strip().splitlines() or [why])[0]
-    return Native(None, f"off: {compiler} cannot build {SOURCE.name}: {why}")
+    return Native({}, f"off: {compiler} cannot build {SOURCE.name}: {why}")
 
 
 def _cache() -> Path:
@@ -127,15 +130,23 @@ def _cpu() -> bytes:
     return b"\n".join(sorted({line for line in lines if line.split(b"\t")[0] in (b"model name", b"flags", b"Features")}))
 
 
-def _open(path: Path) -> ctypes.CDLL:
+_P, _N, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+_ARGUMENTS = {
+    "linear": (_P, _N, _P, _P, _P, _N, _N, _N, _I),
+    "attend": (ctypes.POINTER(Rows), _P, _P, _P, _P, _I),
+    "norm": (_P, _N, _P, _P, _N, _N, _F, _I),
+    "turn": (_P, _N, _P, _P, _P, _P, _N, _N, _N, _F, _I),
+    "gate": (_P, _P, _N, _N, _I),
+    "put": (_P, _P, _P, _P, _N, _P, _N, _N, _N, _N, _N, _N),
+}
+"""What each function of native.cpp takes."""
+
+
+def _open(path: Path) -> dict[tuple[str, torch.dtype], Callable[..., None]]:
     library = ctypes.CDLL(str(path))
-    pointer, count = ctypes.c_void_p, ctypes.c_int64
-    for suffix in SUFFIX.values():
-        linear, attend = (
-            getattr(library, f"linear_{suffix}"),
-            getattr(library, f"attend_{suffix}"),
-        )  # kept by name, with their types
-        linear.argtypes = [pointer, count, *[pointer] * 3, *[count] * 3, ctypes.c_int]
-        attend.argtypes = [ctypes.POINTER(Rows), *[pointer] * 4, ctypes.c_int]
-        linear.restype = attend.restype = None
-    return library
+    functions: dict[tuple[str, torch.dtype], Callable[..., None]] = {}
+    for kind, suffix in _SUFFIX.items():
+        for name, arguments in _ARGUMENTS.items():
+            functions[name, kind] = function = library[f"{name}_{suffix}"]
+            function.argtypes, function.restype = arguments, None
+    return functions

@@ -11,7 +11,12 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from agentkv.kernels.native import SUFFIX, Rows, native
+from agentkv.kernels.native import Rows, compiled
+
+
+def serves(q: Tensor, pages: Tensor) -> bool:
+    """Can `paged_attention` be given these?"""
+    return compiled("attend", q, pages) is not None
 
 
 def paged_attention(
@@ -24,8 +29,8 @@ def paged_attention(
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of each row's last tokens over all that the row holds up to each.
 
-    q: `[num_tokens, num_heads, head_dim]`, row by row, float32 or bfloat16 like pages (`native.serves` says whether they can
-    be given). table: entries int32 `[max_rows, max_pages]`, rows int64 `[num_rows]`, lens int32 `[num_rows]`, see RowTable.
+    q: `[num_tokens, num_heads, head_dim]`, row by row, float32 or bfloat16 like pages (`serves` says whether they can be
+    given). table: entries int32 `[max_rows, max_pages]`, rows int64 `[num_rows]`, lens int32 `[num_rows]`, see RowTable.
     counts: tokens of each row, None for one each. starts: int32 `[num_tokens]`, first slot that each token sees; slots before
     a row's least start are never read. Sums are float32 in pieces of 512 slots, whatever the batch.
 
@@ -43,7 +48,9 @@ def paged_attention(
         entries.data_ptr(), lens.data_ptr(), _address(starts), rows.data_ptr(), _address(firsts), len(rows), entries.stride(0),
         q.stride(0), q.stride(1), num_kv_heads, num_heads // num_kv_heads, page_size, head_dim, pages.stride(0), scale,
     )  # fmt: skip
-    attend = getattr(native().library, f"attend_{SUFFIX[q.dtype]}")
+    attend = compiled("attend", q, pages)
+    if attend is None:
+        raise ValueError(f"no compiled attention for {q.dtype} on {q.device}")
     attend(ctypes.byref(given), q.data_ptr(), pages.data_ptr(), out.data_ptr(), lse.data_ptr(), torch.get_num_threads())
     return out, lse
 

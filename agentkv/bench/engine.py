@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,6 +27,18 @@ from agentkv.runtime_engine import model_path
 RATES = ("prefill", "decode", "end_to_end")
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """So many sequences of random prompts. peer_sequences: how many a peer that takes them one after another is given."""
+
+    name: str
+    sequences: int
+    prompt_tokens: int
+    new_tokens: int
+    repeats: int
+    peer_sequences: int | None = None
+
+
 def run_engine(
     *,
     model: str = "qwen3-90m",
@@ -35,6 +48,7 @@ def run_engine(
     batch_prompt: int = 2048,
     new: int = 128,
     repeats: int = 3,
+    peer_sequences: int | None = None,
     threads: int | None = None,
     device: str = "cpu",
     dtype: str = "auto",
@@ -43,9 +57,12 @@ def run_engine(
     """Two workloads, `repeats` times each: one prompt of `prompt` tokens, and `batch` prompts of `batch_prompt` tokens; `new`
     greedy tokens after each.
 
-    model: a name in SHAPES (random weights), a bundled model, a directory or a .gguf file. peer: see `open_peer`. threads: of
-    both sides; None is torch's own number. Returns the conditions and, by workload, every run's rates (tokens a second), their
-    medians, the ratios to the peer and their medians. BadRequest for a count below 1 or a peer that cannot be had.
+    model: a name in SHAPES (random weights), a bundled model, a directory or a .gguf file. peer: see `open_peer`.
+    peer_sequences: where the peer takes prompts one after another, so many of the batch's are measured (rates do not depend on
+    how many); None is all. threads: of both sides; None is torch's own number.
+
+    Returns the conditions and, by workload, every run's rates (tokens a second), their medians, the ratios to the peer and
+    their medians. BadRequest for a count below 1 or a peer that cannot be had.
     """
     counts = {"prompt": prompt, "batch": batch, "batch_prompt": batch_prompt, "new": new - 1, "repeats": repeats}
     for name, value in counts.items():
@@ -60,11 +77,11 @@ def run_engine(
             most = max(prompt, batch_prompt) + new
             ours = Ours(loaded, _config(loaded, batch, most))
             with open_peer(peer, loaded, most) as other, torch.inference_mode():
-                works = {"single": (1, prompt), "batch": (batch, batch_prompt)}
-                results = {
-                    name: _measure([ours, other], loaded, count, length, new, repeats, tell or (lambda line: None), name)
-                    for name, (count, length) in works.items()
-                }
+                works = [
+                    Work("single", 1, prompt, new, repeats),
+                    Work("batch", batch, batch_prompt, new, repeats, peer_sequences),
+                ]
+                results = {work.name: _measure(work, ours, other, loaded.config.vocab_size, tell) for work in works}
                 told = conditions(loaded, model)
                 return {**told, "peer": other.name, "peer_together": other.together, "repeats": repeats, "workloads": results}
     finally:
@@ -82,47 +99,44 @@ def _config(loaded: LoadedModel, rows: int, most: int) -> EngineConfig:
     )
 
 
-def _measure(
-    sides: Sequence[Side],
-    loaded: LoadedModel,
-    count: int,
-    length: int,
-    new: int,
-    repeats: int,
-    tell: Callable[[str], None],
-    name: str,
-) -> dict[str, Any]:
+def _measure(work: Work, ours: Side, other: Side, vocab_size: int, tell: Callable[[str], None] | None) -> dict[str, Any]:
     """One workload on both sides in turn, after a short run of each that is not counted."""
-    vocab_size = loaded.config.vocab_size
+    sides = (ours, other)
     for side in sides:
         side.run(random_prompts(1, 16, vocab_size, 0), 2)
     runs: dict[str, list[dict[str, Any]]] = {side.name: [] for side in sides}
-    same = 0
-    for repeat in range(repeats):
-        prompts = random_prompts(count, length, vocab_size, repeat + 1)
-        answers: list[Run] = []
+    same = asked = 0
+    for repeat in range(work.repeats):
+        prompts = random_prompts(work.sequences, work.prompt_tokens, vocab_size, repeat + 1)
+        answers: dict[str, list[list[int]]] = {}
         for side in sides if repeat % 2 == 0 else reversed(sides):
-            begun, run = load(), None
-            clock, cpu = time.perf_counter(), time.process_time()
-            run = side.run(prompts, new)
-            cores = (time.process_time() - cpu) / (time.perf_counter() - clock)
-            answers.append(run)
-            seconds = {"prefill_s": run.prefill_s, "decode_s": run.decode_s, "seconds": run.seconds}
-            runs[side.name].append(
-                {**run.rates(), **seconds, "decoded": run.decoded, "cores_got": cores, "load": [begun, load()]}
-            )
-            rates = ", ".join(f"{kind} {rate:.1f}" for kind, rate in run.rates().items())
-            tell(f"{name} {repeat + 1}/{repeats} {side.name}: {rates} tok/s, {cores:.2f} cores, load {load():.1f}")
-        same += sum(mine == theirs for mine, theirs in zip(answers[0].tokens, answers[1].tokens, strict=True))
-    ours, theirs = (runs[side.name] for side in sides)
-    ratios = {kind: [a[kind] / b[kind] for a, b in zip(ours, theirs, strict=True)] for kind in RATES}
+            taken = prompts if side.together else prompts[: work.peer_sequences]
+            told, answers[side.name] = _timed(side, taken, work.new_tokens)
+            runs[side.name].append(told)
+            if tell is not None:
+                rates = ", ".join(f"{kind} {told[kind]:.1f}" for kind in RATES)
+                busy = f"{told['cores_got']:.2f} cores, load {told['load'][1]}"
+                tell(f"{work.name} {repeat + 1}/{work.repeats} {side.name}: {rates} tok/s, {busy}")
+        pairs = list(zip(answers[ours.name], answers[other.name], strict=False))  # the peer may have done fewer
+        same, asked = same + sum(mine == theirs for mine, theirs in pairs), asked + len(pairs)
+    ratios = {kind: [a[kind] / b[kind] for a, b in zip(runs[ours.name], runs[other.name], strict=True)] for kind in RATES}
     return {
-        "sequences": count,
-        "prompt_tokens": length,
-        "new_tokens": new,
+        "sequences": work.sequences,
+        "prompt_tokens": work.prompt_tokens,
+        "new_tokens": work.new_tokens,
         "runs": runs,
-        "medians": {side: {kind: median(run[kind] for run in told) for kind in RATES} for side, told in runs.items()},
+        "medians": {name: {kind: median(run[kind] for run in told) for kind in RATES} for name, told in runs.items()},
         "ratios": ratios,
         "ratio": {kind: median(values) for kind, values in ratios.items()},
-        "equal_answers": f"{same} of {count * repeats}",
+        "equal_answers": f"{same} of {asked}" if other.gives_ids else "not known",
     }
+
+
+def _timed(side: Side, prompts: Sequence[list[int]], new: int) -> tuple[dict[str, Any], list[list[int]]]:
+    """A run's rates and times, with the load and the processor time that it got; and its tokens."""
+    begun, clock, cpu = load(), time.perf_counter(), time.process_time()
+    run: Run = side.run(prompts, new)
+    cores = (time.process_time() - cpu) / (time.perf_counter() - clock)
+    seconds = {"prefill_s": run.prefill_s, "decode_s": run.decode_s, "seconds": run.seconds}
+    counts = {"sequences": len(prompts), "decoded": run.decoded}
+    return {**run.rates(), **seconds, **counts, "cores_got": round(cores, 2), "load": [begun, load()]}, run.tokens

@@ -56,10 +56,11 @@ class Run:
 
 
 class Side(Protocol):
-    """One side of the comparison. together: whether prompts run at once or one after another."""
+    """One side of the comparison. together: whether prompts run at once or one after another. gives_ids: are tokens known?"""
 
     name: str
     together: bool
+    gives_ids: bool
 
     def run(self, prompts: Sequence[Sequence[int]], new: int) -> Run:
         """`new` greedy tokens after each prompt; an end-of-text token ends nothing."""
@@ -69,7 +70,7 @@ class Side(Protocol):
 class Ours:
     """This engine, in this process, prompts in one batch; nothing is cached from run to run."""
 
-    name, together = "agentkv", True
+    name, together, gives_ids = "agentkv", True, True
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
         self.llm = LLM(config, ModelRunner(loaded, config, methods.get("dense")))
@@ -97,11 +98,12 @@ class Ours:
 class Transformers:
     """transformers' generate with its own KV cache and sdpa, in this process, prompts one after another."""
 
-    name, together = "transformers", False
+    name, together, gives_ids = "transformers", False, True
 
     def __init__(self, loaded: LoadedModel) -> None:
         file = find_gguf(loaded.path)
         self.model: Any = _from_gguf(loaded, file) if file else _from_directory(loaded)
+        self.model.eval()
 
     def run(self, prompts: Sequence[Sequence[int]], new: int) -> Run:
         """See Side."""
@@ -116,7 +118,8 @@ class Transformers:
             made: Tensor = self.model.generate(
                 ids, attention_mask=torch.ones_like(ids), streamer=clock, eos_token_id=None, **options
             )
-            tokens.append(made[0, len(prompt) :].tolist())
+            answer: list[int] = made[0, len(prompt) :].tolist()
+            tokens.append(answer)
             prefill += clock.times[2] - clock.times[0]  # the streamer gets the prompt first
             decode += clock.times[-1] - clock.times[2]
         ended = time.perf_counter()
@@ -142,7 +145,7 @@ def _from_directory(loaded: LoadedModel) -> Any:
     """transformers' own reading of a checkpoint."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(loaded.path, dtype=loaded.dtype, attn_implementation="sdpa").eval()
+    return AutoModelForCausalLM.from_pretrained(loaded.path, dtype=loaded.dtype, attn_implementation="sdpa")
 
 
 def _from_gguf(loaded: LoadedModel, file: Path) -> Any:
@@ -160,7 +163,7 @@ def _from_gguf(loaded: LoadedModel, file: Path) -> Any:
     if unexpected or set(missing) - {"lm_head.weight"}:
         raise BadRequest(f"transformers' model has other weights: {[*missing, *unexpected][:3]}", param="peer")
     model.tie_weights()
-    return model.eval()
+    return model
 
 
 def unpacked_weights(loaded: LoadedModel) -> dict[str, Tensor]:
@@ -169,15 +172,16 @@ def unpacked_weights(loaded: LoadedModel) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for name, parameter in loaded.model.named_parameters():
         names = loaded.model.source_names(name)
-        sizes = getattr(modules[name.rpartition(".")[0]], "sizes", None) if len(names) > 1 else [len(parameter)]
-        weights |= {each: part.clone() for each, part in zip(names, torch.split(parameter, list(sizes)), strict=True)}
+        module: Any = modules[name.rpartition(".")[0]]
+        sizes: list[int] = list(module.sizes) if len(names) > 1 else [len(parameter)]
+        weights |= {each: part.clone() for each, part in zip(names, torch.split(parameter, sizes), strict=True)}
     return weights
 
 
 class Server:
     """A server with OpenAI's /v1/completions that takes token ids and streams; prompts are sent at once."""
 
-    together = True
+    together, gives_ids = True, False
 
     def __init__(self, url: str, name: str | None = None) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")

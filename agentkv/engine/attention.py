@@ -11,8 +11,7 @@ from agentkv.engine.view import AttentionView, DeviceBatch, Part
 from agentkv.kernels.chunk_attention import chunk_attention
 from agentkv.kernels.decode_attention import decode_attention
 from agentkv.kernels.merge_parts import merge_parts
-from agentkv.kernels.native import serves
-from agentkv.kernels.paged_attention import paged_attention
+from agentkv.kernels.paged_attention import paged_attention, serves
 
 
 @dataclass(frozen=True, slots=True)

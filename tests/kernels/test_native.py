@@ -16,7 +16,7 @@ from agentkv.kernels.linear import MOST_TOKENS, linear
 from agentkv.kernels.native import native
 from agentkv.kernels.paged_attention import paged_attention
 
-compiled = pytest.mark.skipif(native().library is None, reason=native().note)
+compiled = pytest.mark.skipif(not native().functions, reason=native().note)
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2}
 SCALE = 0.2
 
@@ -191,7 +191,7 @@ def test_a_special_value_stays_what_it_is() -> None:
 def test_the_switch_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(loader.SWITCH, "0")
     built = native.__wrapped__()
-    assert built.library is None
+    assert not built.functions
     assert loader.SWITCH in built.note
 
 
@@ -204,7 +204,7 @@ def test_without_a_compiler_or_with_one_that_fails_the_note_says_so(monkeypatch:
     broken.write_text("#!/bin/sh\necho 'no such header' >&2\nexit 1\n")
     broken.chmod(broken.stat().st_mode | stat.S_IXUSR)
     built = native.__wrapped__()
-    assert built.library is None
+    assert not built.functions
     assert "no such header" in built.note
     assert list((tmp_path / "cache").rglob("*.so")) == []
 
@@ -215,5 +215,5 @@ def test_a_damaged_library_in_the_cache_is_built_again(monkeypatch: pytest.Monke
     monkeypatch.setattr(loader, "_COMMON", ("-O1", "-std=gnu++17", "-fPIC", "-shared"))  # sooner
     made = loader.library_path(loader.find_compiler() or "")
     made.write_bytes(b"not a library")
-    assert native.__wrapped__().library is not None
+    assert native.__wrapped__().functions
     assert made.read_bytes().startswith(b"\x7fELF")

@@ -145,6 +145,7 @@ def norms_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.qwen3 import modeling_qwen3
 
     from agentkv.engine import layers
+    from agentkv.kernels import rotate
 
     def exact(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
@@ -153,7 +154,8 @@ def norms_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
         return exact(x, self.weight, self.variance_epsilon)
 
     monkeypatch.setattr(modeling_qwen3.Qwen3RMSNorm, "forward", forward)
-    monkeypatch.setattr(layers, "normalize", exact)
+    monkeypatch.setattr(layers, "rms_norm", exact)
+    monkeypatch.setattr(rotate, "rms_norm", exact)
 
 
 def micro_in_chunks(model: Any, twin: Any, host: Any, dtype: str, seed: int) -> float:
