@@ -23,7 +23,7 @@ def examine(model: str = "micro") -> dict[str, Any]:
         "devices": _devices(problems),
         "threads": os.cpu_count(),
         "compiler": shutil.which("g++") or shutil.which("c++"),
-        "cpu_kernels": _cpu_kernels(problems),
+        "cpu": _cpu(problems),
         "model": _model_plan(model, problems),
         "store": _store(problems),
     }
@@ -50,13 +50,13 @@ def _devices(problems: list[str]) -> list[str]:
     return found
 
 
-def _cpu_kernels(problems: list[str]) -> str:
-    from agentkv.runtime_engine import kernels_note
+def _cpu(problems: list[str]) -> dict[str, str]:
+    from agentkv.runtime_engine import cpu_notes
 
-    note = kernels_note()
-    if note.startswith("off"):
-        problems.append(f"compiled CPU kernels are {note}: attention and decoding on the CPU run in torch, slower")
-    return note
+    notes = cpu_notes()
+    if notes["kernels"].startswith("off"):
+        problems.append(f"compiled CPU kernels are {notes['kernels']}; the CPU does their work in torch, slower")
+    return notes
 
 
 def _model_plan(model: str, problems: list[str]) -> dict[str, Any]:

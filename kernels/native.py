@@ -86,7 +86,7 @@ def library_path(compiler: str) -> Path:
 def _load() -> Native:
     compiler = find_compiler()
     if compiler is None:
-        return Native({}, f"off: no C++ compiler ({', '.join(_COMPILERS)}); attention on the CPU runs in torch")
+        return Native({}, f"off: no C++ compiler ({', '.join(_COMPILERS)})")
     path = library_path(compiler)
     if path.is_file():
         with contextlib.suppress(OSError):  # a damaged file is built again

@@ -103,7 +103,7 @@ def _measure(work: Work, ours: Side, other: Side, vocab_size: int, tell: Callabl
     """One workload on both sides in turn, after a short run of each that is not counted."""
     sides = (ours, other)
     for side in sides:
-        side.run(random_prompts(1, 16, vocab_size, 0), 2)
+        side.run(random_prompts(1, min(16, work.prompt_tokens), vocab_size, 0), 2)
     runs: dict[str, list[dict[str, Any]]] = {side.name: [] for side in sides}
     same = asked = 0
     for repeat in range(work.repeats):

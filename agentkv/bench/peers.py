@@ -6,6 +6,7 @@ Each side takes prompts of token ids and answers with greedy tokens, and with wh
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -247,16 +248,17 @@ def open_peer(name: str, loaded: LoadedModel, most_tokens: int) -> Iterator[Side
 @contextmanager
 def _vllm(loaded: LoadedModel, most_tokens: int) -> Iterator[Server]:
     """`vllm serve` on a free port of the loopback interface."""
-    program = shutil.which("vllm")
+    program = shutil.which("vllm", path=".peers/vllm/bin") or shutil.which("vllm")
     if program is None:
-        hint = "Put the `vllm` command of an environment that has it on the PATH, or start a server and give its URL"
+        hint = "make peers, or put the `vllm` command of its environment on the PATH, or start a server and give its URL"
         raise BadRequest("peer vllm: there is no vllm here", hint=hint, param="peer")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     options = ["--port", str(port), "--dtype", str(loaded.dtype).removeprefix("torch."), "--max-model-len", str(most_tokens)]
     command = [program, "serve", str(loaded.path), "--host", "127.0.0.1", "--skip-tokenizer-init", *options]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         _await(f"http://127.0.0.1:{port}/health", process)
         yield Server(f"http://127.0.0.1:{port}", "vllm")
