@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 from agentkv.kernels.gate import gate
-from agentkv.kernels.native import SWITCH, native
 from agentkv.kernels.rms_norm import rms_norm
 from agentkv.kernels.rotate import rotate
 from agentkv.kernels.store_kv import store_kv
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 TOKENS = [1, 3, 16, 17, 40]
-
-
-@pytest.fixture(params=["compiled", "torch"], autouse=True)
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    native.cache_clear()
-    if request.param == "torch":
-        monkeypatch.setenv(SWITCH, "0")
-    if (not native().functions) == (request.param == "compiled"):
-        pytest.skip(native().note)
-    yield
-    native.cache_clear()
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 
 def made(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
