@@ -24,7 +24,8 @@ from agentkv.engine.loader import LoadedModel, load_model
 from agentkv.errors import BadRequest
 from agentkv.runtime_engine import model_path
 
-RATES = ("prefill", "decode", "end_to_end")
+RATES = ("prefill", "decode", "end_to_end", "prefill_cpu", "decode_cpu")
+"""See `Run.rates`; the last two where the peer runs in this process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,18 +115,19 @@ def _measure(work: Work, ours: Side, other: Side, vocab_size: int, tell: Callabl
             told, answers[side.name] = _timed(side, taken, work.new_tokens)
             runs[side.name].append(told)
             if tell is not None:
-                rates = ", ".join(f"{kind} {told[kind]:.1f}" for kind in RATES)
+                rates = ", ".join(f"{kind} {told[kind]:.1f}" for kind in told if kind in RATES)
                 busy = f"{told['cores_got']:.2f} cores, load {told['load'][1]}"
                 tell(f"{work.name} {repeat + 1}/{work.repeats} {side.name}: {rates} tok/s, {busy}")
         pairs = list(zip(answers[ours.name], answers[other.name], strict=False))  # the peer may have done fewer
         same, asked = same + sum(mine == theirs for mine, theirs in pairs), asked + len(pairs)
-    ratios = {kind: [a[kind] / b[kind] for a, b in zip(runs[ours.name], runs[other.name], strict=True)] for kind in RATES}
+    kinds = [kind for kind in RATES if kind in runs[other.name][0]]
+    ratios = {kind: [a[kind] / b[kind] for a, b in zip(runs[ours.name], runs[other.name], strict=True)] for kind in kinds}
     return {
         "sequences": work.sequences,
         "prompt_tokens": work.prompt_tokens,
         "new_tokens": work.new_tokens,
         "runs": runs,
-        "medians": {name: {kind: median(run[kind] for run in told) for kind in RATES} for name, told in runs.items()},
+        "medians": {name: {kind: median(run[kind] for run in told) for kind in kinds} for name, told in runs.items()},
         "ratios": ratios,
         "ratio": {kind: median(values) for kind, values in ratios.items()},
         "equal_answers": f"{same} of {asked}" if other.gives_ids else "not known",

@@ -37,7 +37,10 @@ START_SECONDS = 600  # that a server may take until it answers
 @dataclass(slots=True)
 class Run:
     """One measured run. prefill_s, decode_s: seconds in which prompts were read, and in which only new tokens were made.
-    decoded: tokens made in decode_s. seconds: the whole. tokens: of each prompt's answer."""
+
+    decoded: tokens made in decode_s. seconds: the whole. tokens: of each prompt's answer. cpu_s: this process's processor time
+    in prefill_s and decode_s, None for a server.
+    """
 
     prompt_tokens: int
     prefill_s: float
@@ -45,15 +48,21 @@ class Run:
     decoded: int
     seconds: float
     tokens: list[list[int]] = field(repr=False)
+    cpu_s: tuple[float, float] | None = None
 
     def rates(self) -> dict[str, float]:
-        """Tokens a second: prompt tokens while prefilling, new tokens while decoding, new tokens over the whole run."""
+        """Tokens a second: prompt tokens while prefilling, new tokens while decoding, new tokens over the whole run; and the
+        first two by second of processor time, which a busy machine's other work hardly touches."""
         made = sum(map(len, self.tokens))
-        return {
+        rates = {
             "prefill": self.prompt_tokens / self.prefill_s,
             "decode": self.decoded / self.decode_s,
             "end_to_end": made / self.seconds,
         }
+        if self.cpu_s is not None:
+            prefill, decode = self.cpu_s
+            rates |= {"prefill_cpu": self.prompt_tokens / prefill, "decode_cpu": self.decoded / decode}
+        return rates
 
 
 class Side(Protocol):
@@ -80,20 +89,22 @@ class Ours:
     def run(self, prompts: Sequence[Sequence[int]], new: int) -> Run:
         """See Side."""
         self._runs += 1
-        begun = time.perf_counter()
+        begun, busy = time.perf_counter(), time.process_time()
         sampling = Sampling(temperature=0, max_tokens=new)
         seqs = [self.llm.add(Request(list(prompt), sampling, salt=str(self._runs))) for prompt in prompts]
         while any(seq.num_generated == 0 for seq in seqs):
             self.llm.step()
-        filled, before = time.perf_counter(), sum(seq.num_generated for seq in seqs)
+        filled, filling = time.perf_counter(), time.process_time() - busy
+        before = sum(seq.num_generated for seq in seqs)
         while self.llm.has_work:
             self.llm.step()
-        ended = time.perf_counter()
+        ended, decoding = time.perf_counter(), time.process_time() - busy - filling
         tokens = [seq.token_ids[seq.num_prompt_tokens :] for seq in seqs]
         for seq in seqs:
             self.llm.abort(seq)
         decoded = sum(map(len, tokens)) - before
-        return Run(sum(map(len, prompts)), filled - begun, ended - filled, decoded, ended - begun, tokens)
+        cpu_s = (filling, decoding)
+        return Run(sum(map(len, prompts)), filled - begun, ended - filled, decoded, ended - begun, tokens, cpu_s)
 
 
 class Transformers:
@@ -110,11 +121,11 @@ class Transformers:
         """See Side."""
         clock = _Clock()
         begun = time.perf_counter()
-        prefill = decode = 0.0
+        prefill = decode = filling = decoding = 0.0
         tokens: list[list[int]] = []
         for prompt in prompts:
             ids = torch.tensor([list(prompt)])
-            clock.times = [time.perf_counter()]
+            clock.times, clock.busy = [time.perf_counter()], [time.process_time()]
             options: dict[str, Any] = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
             made: Tensor = self.model.generate(
                 ids, attention_mask=torch.ones_like(ids), streamer=clock, eos_token_id=None, **options
@@ -123,9 +134,11 @@ class Transformers:
             tokens.append(answer)
             prefill += clock.times[2] - clock.times[0]  # the streamer gets the prompt first
             decode += clock.times[-1] - clock.times[2]
+            filling += clock.busy[2] - clock.busy[0]
+            decoding += clock.busy[-1] - clock.busy[2]
         ended = time.perf_counter()
         decoded = sum(len(each) - 1 for each in tokens)
-        return Run(sum(map(len, prompts)), prefill, decode, decoded, ended - begun, tokens)
+        return Run(sum(map(len, prompts)), prefill, decode, decoded, ended - begun, tokens, (filling, decoding))
 
 
 class _Clock:
@@ -133,10 +146,12 @@ class _Clock:
 
     def __init__(self) -> None:
         self.times: list[float] = []
+        self.busy: list[float] = []
 
     def put(self, value: Any) -> None:
         """Tokens came."""
         self.times.append(time.perf_counter())
+        self.busy.append(time.process_time())
 
     def end(self) -> None:
         """No more come."""
