@@ -12,8 +12,10 @@ from agentkv.kernels.native import compiled
 
 
 def gate(x: Tensor, activation: Callable[[Tensor], Tensor] = functional.silu) -> Tensor:
-    """The activation of the first half of x `[num_tokens, 2 * size]`, times the second. In one pass for silu on the CPU, else in
-    torch."""
+    """The activation of the first half of x `[num_tokens, 2 * size]`, times the second.
+
+    In one pass for silu on the CPU, else in torch.
+    """
     multiply = compiled("gate", x) if activation is functional.silu and x.is_contiguous() else None
     if multiply is not None:
         y = torch.empty(x.shape[0], x.shape[1] // 2, dtype=x.dtype)

@@ -16,7 +16,9 @@ from agentkv.kernels.native import Rows, compiled
 
 def serves(q: Tensor, pages: Tensor) -> bool:
     """Can `paged_attention` be given these?"""
-    return compiled("attend", q, pages) is not None
+    _, _, _, page_size, head_dim = pages.shape
+    dense = q.stride(2) == 1 and pages.stride()[1:] == (2 * page_size * head_dim, page_size * head_dim, head_dim, 1)
+    return dense and compiled("attend", q, pages) is not None
 
 
 def paged_attention(
@@ -39,8 +41,6 @@ def paged_attention(
     entries, rows, lens = table
     num_tokens, num_heads, head_dim = q.shape
     _, num_kv_heads, _, page_size, _ = pages.shape
-    if q.stride(2) != 1 or pages.stride()[1:] != (2 * page_size * head_dim, page_size * head_dim, head_dim, 1):
-        raise ValueError("queries need a contiguous last dim, pages the layout of `store_kv`")
     firsts = torch.tensor((0, *accumulate(counts))) if counts else None
     out = torch.empty(q.shape, dtype=q.dtype)
     lse = torch.empty(num_tokens, num_heads, dtype=torch.float32)
@@ -49,8 +49,8 @@ def paged_attention(
         q.stride(0), q.stride(1), num_kv_heads, num_heads // num_kv_heads, page_size, head_dim, pages.stride(0), scale,
     )  # fmt: skip
     attend = compiled("attend", q, pages)
-    if attend is None:
-        raise ValueError(f"no compiled attention for {q.dtype} on {q.device}")
+    if attend is None or not serves(q, pages):
+        raise ValueError(f"no compiled attention for {q.dtype} on {q.device} in this layout")
     attend(ctypes.byref(given), q.data_ptr(), pages.data_ptr(), out.data_ptr(), lse.data_ptr(), torch.get_num_threads())
     return out, lse
 

@@ -9,7 +9,10 @@ from agentkv.kernels.native import compiled
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x `[..., size]` divided by its root mean square, times weight (broadcast): a product in the weight's dtype. In one pass on the CPU, else in torch."""
+    """x `[..., size]` divided by its root mean square, times weight (broadcast): a product in the weight's dtype.
+
+    In one pass on the CPU, else in torch.
+    """
     norm = compiled("norm", x, weight) if x.dim() == 2 and weight.dim() == 1 and x.stride(1) == 1 else None
     if norm is not None:
         y = torch.empty(x.shape, dtype=x.dtype)

@@ -94,7 +94,8 @@ def _config(loaded: LoadedModel, rows: int, most: int) -> EngineConfig:
     page_size, step_tokens = (128, 1024) if loaded.device.type == "cpu" else (16, 8192)
     if most > loaded.window:
         raise BadRequest(f"{most} tokens are past the model's window of {loaded.window}", param="batch_prompt")
-    memory = loaded.layout(page_size).stripe_bytes * (-(-most // page_size) + 1) * (rows + 1)
+    stripes = sum(group.stripe_bytes for group in loaded.groups(page_size))
+    memory = stripes * (-(-most // page_size) + 1) * (rows + 2)  # groups share slabs, and a few stay half empty
     return EngineConfig(
         memory=memory, window=most, page_size=page_size, max_rows=max(rows, 1), step_tokens=max(step_tokens, rows)
     )
