@@ -71,6 +71,53 @@ def constrained(
     typer.echo(json.dumps(result) if as_json else f"the schema was compiled in {result['compile_ms']:.1f} ms, off the steps")
 
 
+@app.command("engine")
+def engine(
+    peer: Annotated[str, typer.Option(help="transformers, vllm or the URL of a server with OpenAI's API.")] = "transformers",
+    model: Annotated[
+        str, typer.Option(help="'qwen3-90m' (random weights), 'micro', a directory or a .gguf file.")
+    ] = "qwen3-90m",
+    prompt: Annotated[int, typer.Option(help="Prompt tokens of the single sequence.")] = 512,
+    batch: Annotated[int, typer.Option(help="Sequences of the batch.")] = 8,
+    batch_prompt: Annotated[int, typer.Option(help="Prompt tokens of each.")] = 2048,
+    new: Annotated[int, typer.Option(help="New tokens of each sequence.")] = 128,
+    repeats: Annotated[int, typer.Option(help="Runs of each side, in turn.")] = 3,
+    peer_sequences: Annotated[
+        int | None, typer.Option(help="Sequences of the batch that a peer without batches does. Default: all.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads of both sides. Default: torch's own number.")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, ...")] = "auto",
+    out: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the rates into this file (.png, .svg, .pdf).")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Rates of the engine against a peer: prefill, decode, end to end; one sequence and a batch."""
+    from agentkv.bench.engine import run_engine
+    from agentkv.bench.report import plot as draw
+    from agentkv.bench.report import table
+
+    result = run_engine(
+        model=model,
+        peer=peer,
+        prompt=prompt,
+        batch=batch,
+        batch_prompt=batch_prompt,
+        new=new,
+        repeats=repeats,
+        peer_sequences=peer_sequences,
+        threads=threads,
+        device=device,
+        dtype=dtype,
+        tell=lambda line: typer.echo(line, err=True),
+    )
+    if out is not None:
+        out.write_text(json.dumps(result, indent=1) + "\n")
+    if plot is not None:
+        draw(result, plot)
+    typer.echo(json.dumps(result) if as_json else table(result))
+
+
 def parse_seeds(text: str) -> list[int]:
     """'7,8,9' or '0-199', or a mixture, to a list without repeats."""
     seeds: list[int] = []

@@ -23,6 +23,7 @@ def examine(model: str = "micro") -> dict[str, Any]:
         "devices": _devices(problems),
         "threads": os.cpu_count(),
         "compiler": shutil.which("g++") or shutil.which("c++"),
+        "cpu": _cpu(problems),
         "model": _model_plan(model, problems),
         "store": _store(problems),
     }
@@ -47,6 +48,15 @@ def _devices(problems: list[str]) -> list[str]:
     if shutil.which("nvidia-smi") and not any(name.startswith("cuda") for name in found):
         problems.append("nvidia-smi is here, but this torch sees no GPU: install a CUDA build of torch")
     return found
+
+
+def _cpu(problems: list[str]) -> dict[str, str]:
+    from agentkv.runtime_engine import cpu_notes
+
+    notes = cpu_notes()
+    if notes["kernels"].startswith("off"):
+        problems.append(f"compiled CPU kernels are {notes['kernels']}; the CPU does their work in torch, slower")
+    return notes
 
 
 def _model_plan(model: str, problems: list[str]) -> dict[str, Any]:

@@ -10,7 +10,15 @@ from typing import Any
 from agentkv import methods
 from agentkv.engine.checkpoint import find_gguf
 from agentkv.engine.core import EngineConfig
-from agentkv.engine.devices import best_device, device_names, free_host_memory, free_memory, usable_device
+from agentkv.engine.devices import (
+    best_device,
+    cpu_bfloat16,
+    cpu_kernels,
+    device_names,
+    free_host_memory,
+    free_memory,
+    usable_device,
+)
 from agentkv.engine.llm import LLM
 from agentkv.engine.loader import LoadedModel, load_model
 from agentkv.engine.runner import ModelRunner
@@ -165,6 +173,11 @@ def list_methods() -> list[dict[str, Any]]:
 def devices() -> list[str]:
     """Devices that this torch can use, the one that 'auto' takes first."""
     return device_names()
+
+
+def cpu_notes() -> dict[str, str]:
+    """What the CPU's compiled kernels are, or why there are none; and how it multiplies bfloat16."""
+    return {"kernels": cpu_kernels(), "bfloat16": cpu_bfloat16()}
 
 
 def memory_plan(model: str | Path) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from agentkv.kernels.native import compiled
+
 
 def store_kv(pages: Tensor, entries: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
     """Store `k` and `v` `[num_tokens, num_kv_heads, head_dim]`.
@@ -15,5 +17,19 @@ def store_kv(pages: Tensor, entries: Tensor, offsets: Tensor, k: Tensor, v: Tens
     entries: int64 `[num_tokens]`, granule of each token's page. offsets: int64 `[num_tokens]`, slot inside it. No two
     tokens may share a slot.
     """
+    num_tokens, num_kv_heads, dim = k.shape
+    page_size = pages.shape[3]
+    dense = k.stride()[1:] == v.stride()[1:] == (dim, 1) and pages.stride()[1:] == (
+        2 * page_size * dim,
+        page_size * dim,
+        dim,
+        1,
+    )
+    put = compiled("put", pages, k, v) if dense and entries.is_contiguous() and offsets.is_contiguous() else None
+    if put is not None:
+        places = pages.data_ptr(), entries.data_ptr(), offsets.data_ptr()
+        tokens = k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), num_tokens
+        put(*places, *tokens, num_kv_heads, page_size, dim, pages.stride(0))
+        return
     pages[entries, :, 0, offsets] = k
     pages[entries, :, 1, offsets] = v

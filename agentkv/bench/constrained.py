@@ -7,16 +7,19 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Collection
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 from agentkv import methods
-from agentkv.bench.shape import random_model
+from agentkv.bench.shapes import write_model
 from agentkv.constraint import Form
 from agentkv.engine.core import EngineConfig, Request
 from agentkv.engine.grammar import Grammar, GrammarCompiler
 from agentkv.engine.llm import LLM
+from agentkv.engine.loader import load_model
 from agentkv.engine.runner import ModelRunner
 from agentkv.types import Sampling
 
@@ -82,7 +85,8 @@ def run_constrained(
     one takes, as a share (0.05 is 5 %). cpu_overhead: the same of processor time, the masks' threads included, which other
     processes on the machine disturb less. compile_ms: time of the schema's first use, off the step path.
     """
-    loaded = random_model()
+    with TemporaryDirectory() as folder:
+        loaded = load_model(write_model("qwen3-90m", Path(folder)), device="cpu", dtype="float32")
     vocabulary = MadeUpWords(loaded.config.vocab_size)
     compiler = GrammarCompiler(vocabulary, loaded.config.vocab_size)
     grammar = Grammar("start: @form\n", (("form", Form(kind="json", text=json.dumps(SCHEMA))),))

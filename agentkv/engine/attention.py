@@ -11,6 +11,7 @@ from agentkv.engine.view import AttentionView, DeviceBatch, Part
 from agentkv.kernels.chunk_attention import chunk_attention
 from agentkv.kernels.decode_attention import decode_attention
 from agentkv.kernels.merge_parts import merge_parts
+from agentkv.kernels.paged_attention import paged_attention, serves
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +47,16 @@ def _attend_part(q: Tensor, part: Part, batch: DeviceBatch, scale: float) -> Att
 
 def _attend_decodes(q: Tensor, part: Part, scale: float) -> Attended:
     """One query a row."""
-    table = part.table
+    table, pages = part.table, part.payload.pages
+    rows = (table.entries, table.rows, table.lens)
+    if serves(q, pages):
+        return Attended(*paged_attention(q, pages, rows, scale, starts=table.starts))
     if q.device.type == "cpu" or q.dtype == torch.float64:  # the GPU kernel is for at most float32
-        return Attended(*decode_attention(q, part.payload.pages, table.decode_plan, scale))
+        return Attended(*decode_attention(q, pages, table.decode_plan, scale))
     from agentkv.kernels.split_decode import split_decode  # needs triton, which a CPU-only platform may lack
 
     most = max(length - first for length, first in zip(table.host_lens, table.first_slots, strict=True))
-    rows = (table.entries, table.rows, table.lens)
-    return Attended(*split_decode(q, part.payload.pages, *rows, most, scale, table.starts))
+    return Attended(*split_decode(q, pages, *rows, most, scale, table.starts))
 
 
 def _attend_chunks(q: Tensor, part: Part, batch: DeviceBatch, scale: float) -> Attended:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 
 from agentkv.errors import BadRequest
+from agentkv.kernels.native import native
 
 
 def best_device() -> str:
@@ -18,6 +20,18 @@ def device_names() -> list[str]:
     """Devices that this torch can use, the best first, with their names."""
     gpus = [f"cuda:{index} {torch.cuda.get_device_name(index)}" for index in range(torch.cuda.device_count())]
     return [*gpus, "cpu"]
+
+
+def cpu_kernels() -> str:
+    """Whether the CPU's compiled kernels are used, and why not; builds them where that was not done yet."""
+    return native().note
+
+
+def cpu_bfloat16() -> str:
+    """How the CPU multiplies bfloat16: by instructions of its own, or by way of float32."""
+    able: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.12 has it
+    native_ = [name for name in ("amx_bf16", "avx512_bf16", "bf16") if able.get(name)]
+    return f"native ({native_[0]})" if native_ else "by way of float32"
 
 
 def free_memory(device: torch.device) -> int:

@@ -16,6 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from agentkv.engine.sparse import Lifecycle
+from agentkv.kernels.gate import gate
+from agentkv.kernels.linear import linear
+from agentkv.kernels.rms_norm import rms_norm
+from agentkv.kernels.rotate import rotate
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -77,14 +81,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[..., size]`, normed."""
-        return normalize(x, self.weight, self.eps)
-
-
-def normalize(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x `[..., size]` divided by its root mean square, times weight (broadcast): a product in the weight's dtype."""
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return (weight * wide.to(weight.dtype)).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class PackedLinear(nn.Module):
@@ -97,8 +94,8 @@ class PackedLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(sum(sizes))) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., sum(sizes)]` of x `[..., in_size]`."""
-        return functional.linear(x, self.weight, self.bias)
+        """`[num_tokens, sum(sizes)]` of x `[num_tokens, in_size]`."""
+        return linear(x, self.weight, self.bias)
 
 
 class Rotary:
@@ -133,12 +130,6 @@ def _llama3(frequency: Tensor, config: RopeConfig) -> Tensor:
     return torch.where(between, blended, slowed)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x `[num_tokens, num_heads, head_dim]` turned by the angles `[num_tokens, 1, head_dim / 2]`."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
 class Attention(nn.Module):
     """Grouped-query attention with the lifecycle calls around it."""
 
@@ -166,10 +157,8 @@ class Attention(nn.Module):
         qkv = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
         qk_raw, v = qkv.tensor_split((self.num_heads + self.num_kv_heads,), dim=1)
         q_raw, k_raw = qk_raw.tensor_split((self.num_heads,), dim=1)
-        qk = qk_raw
-        if self.qk_weight is not None and self.q_norm is not None:
-            qk = normalize(qk, self.qk_weight, self.q_norm.eps)
-        q, k = rotate(qk, cos, sin).tensor_split((self.num_heads,), dim=1)
+        eps = 0.0 if self.q_norm is None else self.q_norm.eps
+        q, k = rotate(qk_raw, cos, sin, self.qk_weight, eps).tensor_split((self.num_heads,), dim=1)
         hooks.store(self.layer, k_raw, k, v)
         out: Tensor = self.o_proj(hooks.attend(self.layer, q, q_raw, self.scale).flatten(1))
         return out
@@ -186,8 +175,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Output `[num_tokens, hidden_size]` of normed hidden states x of the same shape."""
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        out: Tensor = self.down_proj(self.activation(gate) * up)
+        out: Tensor = self.down_proj(gate(self.gate_up_proj(x), self.activation))
         return out
 
 
@@ -264,7 +252,7 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token `[num_tokens, vocab_size]`, at least float32."""
         weight = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-        scores = functional.linear(hidden, weight)
+        scores = linear(hidden, weight)
         return scores if scores.dtype == torch.float64 else scores.float()
 
     def source_names(self, name: str) -> tuple[str, ...]:

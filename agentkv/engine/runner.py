@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from agentkv.engine.core import Batch, EngineConfig, Group, RowWork, Slot, StateGroup
+from agentkv.engine.devices import cpu_kernels
 from agentkv.engine.loader import LoadedModel
 from agentkv.engine.logprobs import score
 from agentkv.engine.pages import KVPages
@@ -60,6 +61,8 @@ class ModelRunner:
         self._group_of = tuple(owner[layer] for layer in range(len(owner)))
         kept = {group.name: index for index, group in enumerate(self.groups) if isinstance(group, StateGroup)}
         self._state_pages = {name: (self.pages.state(name), index) for name, index in kept.items()}
+        if loaded.device.type == "cpu":
+            cpu_kernels()  # built now, not in the first step
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> list[int | None]:

@@ -14,7 +14,7 @@ from agentkv.engine import layers
 from agentkv.engine.core import GRANULE, Batch, EngineConfig, RowWork, TableUpdate
 from agentkv.engine.loader import load_model
 from agentkv.engine.runner import ModelRunner
-from agentkv.kernels import reference
+from agentkv.kernels import reference, rotate
 from agentkv.types import Sampling
 
 pytestmark = pytest.mark.gpu
@@ -60,7 +60,8 @@ def nothing_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
         angle = (positions.double().unsqueeze(1) * self.frequency.double().to(positions.device)).unsqueeze(1)
         return angle.cos().to(dtype), angle.sin().to(dtype)
 
-    monkeypatch.setattr(layers, "normalize", normalize)
+    monkeypatch.setattr(layers, "rms_norm", normalize)
+    monkeypatch.setattr(rotate, "rms_norm", normalize)
     monkeypatch.setattr(layers.Rotary, "angles", angles)
 
 

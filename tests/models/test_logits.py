@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from agentkv.engine.core import Batch, TableUpdate
+from agentkv.kernels.native import native
 
 FAMILIES = ["llama", "llama-biased", "qwen2", "qwen2-tied", "qwen3", "qwen3-sliding", "gemma3", "micro"]
 TOLERANCE = {"float32": 1e-4, "float64": 1e-9}
@@ -44,6 +45,7 @@ def test_logits_equal_transformers_at_page_edges(
             assert (got - want).abs().max() <= TOLERANCE[dtype], (length, chunks)
 
 
+@pytest.mark.usefixtures("cpu_kernels")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_64_greedy_tokens_equal_transformers_generate(model: Any, twin: Any, host: Any, family: str) -> None:
     prompt = tokens_of(21, 5)
@@ -71,6 +73,23 @@ def test_a_mixed_batch_equals_each_row_alone(model: Any, host: Any, family: str)
         if histories[row]:
             alone.logits(row, histories[row])
         assert (alone.logits(row, tokens) - scores).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_decodes_of_a_batch_are_the_same_bits_as_alone(model: Any, host: Any, family: str) -> None:
+    """In float32, at page edges, with the compiled kernels: nothing that a decode computes depends on the rest of the batch."""
+    if not native().functions:
+        pytest.skip(native().note)
+    loaded, lengths = model(family, "float32"), [3, 15, 16, 33]
+    together, alone = host(loaded, 16), host(loaded, 16)
+    for row, length in enumerate(lengths):
+        for each in (together, alone):
+            each.logits(row, tokens_of(length, row))
+    for step in range(3):
+        work = {row: tokens_of(1, 10 * step + row) for row in range(len(lengths))}
+        scores = together.runner.logits(together.batch(work))
+        for row, tokens in work.items():
+            assert torch.equal(alone.logits(row, tokens)[0], scores[row])
 
 
 def test_tokens_come_back_in_the_order_of_the_batch(model: Any, host: Any) -> None:
@@ -145,6 +164,7 @@ def norms_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.qwen3 import modeling_qwen3
 
     from agentkv.engine import layers
+    from agentkv.kernels import rotate
 
     def exact(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
@@ -153,7 +173,8 @@ def norms_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
         return exact(x, self.weight, self.variance_epsilon)
 
     monkeypatch.setattr(modeling_qwen3.Qwen3RMSNorm, "forward", forward)
-    monkeypatch.setattr(layers, "normalize", exact)
+    monkeypatch.setattr(layers, "rms_norm", exact)
+    monkeypatch.setattr(rotate, "rms_norm", exact)
 
 
 def micro_in_chunks(model: Any, twin: Any, host: Any, dtype: str, seed: int) -> float:
