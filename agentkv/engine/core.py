@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from math import inf
 from typing import TYPE_CHECKING, Any, Protocol
 
 from agentkv.types import FinishReason, Interval, Miss, Sampling
@@ -47,7 +48,10 @@ class KVLayout:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Sizes of the engine. memory: bytes of the KV arena; window: most logical tokens of a sequence."""
+    """Sizes of the engine. memory: bytes of the KV arena; window: most logical tokens of a sequence.
+
+    patience: steps that a waiting request may be passed over before it is owed service (see `queue.WaitingQueue`).
+    """
 
     memory: int
     window: int
@@ -55,6 +59,7 @@ class EngineConfig:
     max_rows: int = 64
     step_tokens: int = 2048
     checkpoints: int = 2
+    patience: int = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +88,8 @@ class Request:
     advance at commit; None uses the radix prefix alone. edits: prunes that the history has seen, in order of `at`; they
     are replayed where the state they were applied to is gone. salt: tenant secret of every content key. mask: what each draw
     may choose from, None for everything; where it fails or allows nothing, its sequence alone ends, with an EngineFault.
+    priority: -10 to 10, higher goes first. timeout: seconds from `LLM.add` after which it ends with Cancelled, unless it has
+    finished; None is never.
     """
 
     token_ids: list[int]
@@ -92,6 +99,8 @@ class Request:
     salt: str = ""
     stop_ids: frozenset[int] = frozenset()
     mask: Mask | None = None
+    priority: int = 0
+    timeout: float | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -110,7 +119,7 @@ class History:
 class Status(Enum):
     """Where a sequence is; a sequence is in exactly one queue."""
 
-    WAITING = "waiting"
+    WAITING = "waiting"  # parked, if it was preempted and still holds a state
     RUNNING = "running"
     FINISHED = "finished"  # out of tokens to make, waiting for commit or abort
     CLOSED = "closed"  # committed or aborted: holds nothing
@@ -123,6 +132,10 @@ class Sequence:
     table_from: pages of the state from this index on are not yet in the row's page table. reserved_units: units that it may
     still take. kept_ids: the generated ids to commit where a stop string ended it (None: all that were generated).
     history: None where nothing is penalised. allowed: None where every token may come next.
+
+    deadline: on the engine's clock. passed_over: steps in which others went first. guaranteed: it was owed service and runs
+    to its end. wanted_units: what it lacked when it was last tried. preemptions: how often it lost its row; computed: tokens
+    that were forwarded by then. paid: tokens that its tenant was charged for and that are still to be forwarded.
     """
 
     seq_id: int
@@ -146,6 +159,13 @@ class Sequence:
     fault: Exception | None = None
     history: History | None = None
     allowed: Callable[[], memoryview | None] | None = None
+    deadline: float = inf
+    passed_over: int = 0
+    guaranteed: bool = False
+    wanted_units: int = 0
+    preemptions: int = 0
+    computed: int = 0
+    paid: int = 0
 
     @property
     def num_forwarded(self) -> int:
@@ -159,8 +179,18 @@ class Sequence:
 
     @property
     def prefilling(self) -> bool:
-        """Is some of the prompt not forwarded yet?"""
-        return self.num_forwarded < self.num_prompt_tokens
+        """Is more to be forwarded than one new token: some of the prompt, or what a preemption cost?"""
+        return self.num_forwarded < self.num_known
+
+    @property
+    def parked(self) -> bool:
+        """Was it preempted, and does it still hold a state?"""
+        return self.status is Status.WAITING and self.preemptions > 0 and self.state is not None
+
+    @property
+    def num_known(self) -> int:
+        """Tokens that are forwarded without a draw between them: the prompt, after a preemption all but the newest."""
+        return max(self.num_prompt_tokens, len(self.token_ids) - 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import count
 from secrets import randbits
+from time import monotonic
 from typing import Literal
 
 from agentkv.engine.accounts import EngineStats, check, measure
@@ -19,8 +20,8 @@ from agentkv.engine.demands import check_drawn, check_sampling, equip
 from agentkv.engine.oracle import PagedOracle
 from agentkv.engine.output import TextStream, TextTokenizer
 from agentkv.engine.scheduler import Scheduler
-from agentkv.errors import BadRequest, Busy, Capacity, ContextOverflow, EngineFault
-from agentkv.types import Interval, Miss
+from agentkv.errors import BadRequest, Busy, Cancelled, Capacity, ContextOverflow, EngineFault
+from agentkv.types import Interval, Miss, check_priority, check_timeout
 
 DEFAULT_MAX_TOKENS = 4096
 
@@ -29,7 +30,7 @@ class LLM:
     """One model behind a runner. Not thread-safe: everything is called from one thread, between steps.
 
     tokenizer None: no text and no stop strings. reuse: "radix" shares prefixes between all requests of a salt; "chain" only
-    continues chains (methods whose KV is no function of the token prefix).
+    continues chains (methods whose KV is no function of the token prefix). clock: seconds, for deadlines.
 
     A sequence ends FINISHED and keeps its state until `commit` or `abort`; one that faults is closed at once.
     """
@@ -41,6 +42,7 @@ class LLM:
         *,
         tokenizer: TextTokenizer | None = None,
         reuse: Literal["radix", "chain"] = "radix",
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         if config.step_tokens < config.max_rows:
             raise BadRequest(
@@ -58,6 +60,7 @@ class LLM:
         self.chains = ChainCache(self.pool, self.radix, tick, config.checkpoints)
         self.oracle = PagedOracle(self.pool, self.radix, self.chains)
         self.scheduler = Scheduler(config, self.oracle, self._resume)
+        self._clock = clock
         self._ids = count(1)
         self._open: dict[int, Sequence] = {}
         self._streams: dict[int, TextStream] = {}
@@ -67,10 +70,11 @@ class LLM:
 
         Nothing can run while every free unit is held by finished sequences that were not committed or aborted.
         """
+        late = self._expire()
         batch = self.scheduler.schedule()
         drawn = self._execute(batch)
         touched = self._accept(batch, drawn)
-        return self._collect(touched)
+        return late + self._collect(touched)
 
     @property
     def has_work(self) -> bool:
@@ -100,10 +104,14 @@ class LLM:
         if not request.token_ids:
             raise BadRequest("a request needs at least one token", param="token_ids")
         check_sampling(request.sampling, self.runner.vocab_size, text=self.tokenizer is not None)
+        check_priority(request.priority)
+        check_timeout(request.timeout)
         max_tokens = self._max_tokens(request)
         seed = request.sampling.seed if request.sampling.seed is not None else randbits(63)
         prompt = list(request.token_ids)
         seq = Sequence(next(self._ids), request, prompt, len(prompt), max_tokens, seed)
+        if request.timeout is not None:
+            seq.deadline = self._clock() + request.timeout
         equip(seq, self.runner.vocab_size)
         self.chains.open(request, seq)
         self._open[seq.seq_id] = seq
@@ -260,10 +268,11 @@ class LLM:
 
     def _resume(self, seq: Sequence, fresh: bool) -> None:
         """Give the sequence the longest usable state: its chain's, else the prefix cache's, else an empty one."""
-        request, limit = seq.request, seq.num_prompt_tokens - 1
+        request, limit = seq.request, len(seq.token_ids) - 1
         wanted = normal_edits(request.edits, seq.num_prompt_tokens)
         chain = self.chains.chains.get(request.chain_id or "")
-        length, todo = chain.continuation(request, wanted, limit) if chain is not None and not fresh else (0, list(wanted))
+        most = min(limit, len(request.token_ids) - 1)
+        length, todo = chain.continuation(request, wanted, most) if chain is not None and not fresh else (0, list(wanted))
         pieces = self.radix.match(request.salt, seq.token_ids, 0 if fresh else min([limit, *(edit.at - 1 for edit in wanted)]))
         state = KVState.of(self.pool, pieces)
         if chain is not None and chain.state is not None and length and length >= state.length:
@@ -272,8 +281,10 @@ class LLM:
             state.cut(length)
         else:
             todo = list(wanted)
-        seq.state, seq.pending_edits, seq.num_cached_tokens = state, todo, state.logical_length
-        seq.miss = self._miss(seq, chain, fresh)
+        seq.state, seq.pending_edits = state, todo
+        if not seq.preemptions:
+            seq.num_cached_tokens = state.logical_length
+            seq.miss = self._miss(seq, chain, fresh)
 
     def _miss(self, seq: Sequence, chain: Chain | None, fresh: bool) -> Miss | None:
         reused, limit = seq.num_cached_tokens, seq.num_prompt_tokens - 1
@@ -285,6 +296,17 @@ class LLM:
         if fresh:
             return Miss(reason="reclaimed", tokens=expected - reused, detail="no room beside the resident state")
         return Miss(reason=chain.miss_reason(seq.request, expected), tokens=expected - reused)
+
+    def _expire(self) -> list[StepOutput]:
+        """End those whose deadline has passed, wherever they are; their chains stand at their last boundaries."""
+        now, queue = self._clock(), self.scheduler
+        late = [seq for seq in (*queue.waiting, *queue.running) if seq.deadline <= now]
+        for seq in late:
+            where = "while it waited for room" if seq.status is Status.WAITING else f"after {seq.num_generated} tokens"
+            seq.fault = Cancelled(f"timeout={seq.request.timeout:g} s passed {where}")
+            queue.tally.deadline_misses += 1
+            self.abort(seq)
+        return [StepOutput(seq, (), "", True) for seq in late]
 
     def _execute(self, batch: Batch) -> list[int | None] | EngineFault:
         """Sampled tokens by row, or the fault that ended the step."""
@@ -308,7 +330,7 @@ class LLM:
         touched: list[Drawn] = []
         for index, work in enumerate(batch.rows):
             seq = self._open[work.seq_id]
-            seq.num_prefilled_tokens += max(0, min(len(work.tokens), seq.num_prompt_tokens - work.position))
+            seq.num_prefilled_tokens += max(0, min(len(work.tokens), seq.num_known - work.position))
             if isinstance(drawn, EngineFault):
                 seq.fault = drawn
             else:

@@ -46,6 +46,11 @@ class MemoryOracle(Protocol):
         """Give cached memory back until `units` units have returned; how many did. keep: a chain that is not touched."""
         ...
 
+    def shrink(self, state: KVState, units: int, least: int) -> bool:
+        """Cut a state from its end until `units` units have returned. False: fewer than `least` logical tokens, or none, would
+        have been left of it, and it was released."""
+        ...
+
 
 class PagedOracle:
     """`MemoryOracle` over one pool: whatever no running sequence holds can be had back.
@@ -99,6 +104,18 @@ class PagedOracle:
             chains.reclaim([chain], goal, whole=True)
             self._reclaim_radix(goal)
         return self.pool.free_units - before
+
+    def shrink(self, state: KVState, units: int, least: int) -> bool:
+        """See MemoryOracle."""
+        goal, step = self.pool.free_units + units, units
+        while self.pool.free_units < goal:
+            kept = state.position(max(0, len(state.units) - step) * self.pool.page_size)
+            if not max(1, least) <= kept < state.logical_length:
+                state.release()
+                return False
+            state.cut(kept)
+            step *= 2
+        return True
 
     def _reclaim_radix(self, goal: int) -> None:
         if self.pool.free_units < goal:

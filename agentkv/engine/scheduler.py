@@ -1,22 +1,27 @@
-"""Which tokens run next: decodes first, then prompt chunks in the token budget, first come first served.
+"""Which tokens run next: decodes first, then prompt chunks in the token budget. Who waits and who makes way.
 
-Admission reserves the peak of a sequence's whole life, so an admitted one always finishes and there is no preemption.
-No torch; memory is known through the oracle alone.
+Admission reserves the peak of a sequence's whole life, so what runs never lacks memory. Who is tried next is settled in
+`queue`, who makes way and what becomes of its KV in `preempt`. No torch; memory is known through the oracle alone.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 
 from agentkv.engine.cache.state import Change
 from agentkv.engine.core import Batch, EngineConfig, RowWork, Sequence, Status
 from agentkv.engine.oracle import MemoryOracle
+from agentkv.engine.preempt import Tally, rivals, shed, tell_preempted, tell_resumed, victims
+from agentkv.engine.queue import WaitingQueue, shares
+from agentkv.types import Miss
+
+SLACK = 20
+"""Where somebody with a better claim waits for memory, others start only beside a free twentieth of the pool."""
 
 
 class Scheduler:
-    """Two queues: waiting (no memory, no row) and running (a row, a state, a reservation).
+    """waiting: no row; what was preempted among them may have a parked state. running: a row, a state, a reservation.
 
     resume(seq, fresh): give the sequence the state it continues from (fresh: none) and its pending edits.
     finished: sequences that ended and still hold their state until they are committed or aborted.
@@ -25,12 +30,14 @@ class Scheduler:
     def __init__(self, config: EngineConfig, oracle: MemoryOracle, resume: Callable[[Sequence, bool], None]) -> None:
         self.config = config
         self.oracle = oracle
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = WaitingQueue(config.patience)
         self.running: list[Sequence] = []
         self.finished: list[Sequence] = []
+        self.tally = Tally()
         self._resume = resume
         self._rows = list(range(config.max_rows))
-        self._blocked = False
+        self._retry = False
+        self._first: Sequence | None = None
         heapify(self._rows)
 
     @property
@@ -53,17 +60,21 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence."""
-        self.waiting.append(seq)
-        self._blocked = False
+        self.waiting.add(seq)
+        self.waiting.clock.enter(seq)
+        self._retry = True
 
     def finish(self, seq: Sequence) -> None:
         """It makes no more tokens: row and reservation are given back, the state stays."""
         self._leave_row(seq)
+        self.waiting.clock.leave(seq)
         seq.status = Status.FINISHED
         self.finished.append(seq)
 
     def remove(self, seq: Sequence) -> None:
         """Take the sequence out of whatever queue it is in and let its state go. Idempotent."""
+        if seq.status in (Status.WAITING, Status.RUNNING):
+            self.waiting.clock.leave(seq)
         if seq.status is Status.WAITING:
             self.waiting.remove(seq)
         elif seq.status is Status.RUNNING:
@@ -71,67 +82,150 @@ class Scheduler:
         elif seq.status is Status.FINISHED:
             self.finished.remove(seq)
         seq.status = Status.CLOSED
-        if seq.state is not None:
-            seq.state.release()
-        seq.state = None
-        self._blocked = False
+        self._drop_state(seq)
+        self._retry = True
 
     def memory_changed(self) -> None:
-        """Something else gave memory back: the head of the queue is worth another try."""
-        self._blocked = False
+        """Something else gave memory back: who waits is worth another try."""
+        self._retry = True
 
     def schedule(self) -> Batch:
         """The next step; empty when nothing can run."""
-        while self.waiting and self._rows and not self._blocked:
-            self._blocked = not self._admit(self.waiting[0])
+        if self.waiting and (self._retry or self.waiting.first() is not self._first):
+            self._admit_waiting()
         batch = Batch(rows=[])
         for seq in self.running:
             if not seq.prefilling:
                 self._add_row(batch, seq, 1)
-        for seq in self.running:
-            budget = self.config.step_tokens - batch.num_tokens
-            if seq.prefilling and budget > 0:
-                self._apply_edits(batch, seq)
-                boundary = seq.pending_edits[0].at - 1 if seq.pending_edits else seq.num_prompt_tokens
-                self._add_row(batch, seq, min(budget, boundary - seq.num_forwarded))
+        self._add_chunks(batch)
+        self._retry |= self.waiting.pass_over(self.running)
         return batch
 
-    def _admit(self, seq: Sequence) -> bool:
-        """Move the head of the queue to running if its peak fits beside what is promised already.
+    # -- who runs
+
+    def _admit_waiting(self) -> None:
+        """The elder first, then in order; once one is held up, those behind it start only where there is plenty of room."""
+        self._retry = False
+        elder = self.waiting.elder(self.running)
+        if elder is not None and self._admit(elder, elder=True):
+            elder.guaranteed = True
+        held_up = False
+        for seq in self.waiting.ordered():
+            held_up = not (self._fill_in(seq) if held_up else self._admit(seq)) or held_up
+        self._first = self.waiting.first()
+
+    def _admit(self, seq: Sequence, *, elder: bool = False) -> bool:
+        """Run it if its peak fits beside what is promised, after reclaim and with as few preempted as that takes.
 
         It starts from its resident state if that fits. If it is too much even when everything else is reclaimed, it waits for
         the others to finish; when there are none, it starts from nothing, which fits (`LLM.add` saw to that).
         """
+        if not self._rows and not self.running:
+            return False
+        makes_way = rivals(seq, self.running, elder=elder)
+        if not self._rows and not makes_way:
+            return False
+        others = [*(each for each in self.running if each not in makes_way), *self.finished]
+        rows = self.config.max_rows - len(self.running) + len(makes_way)
         for fresh in (False, True):
-            self._resume(seq, fresh)
-            length = seq.num_prompt_tokens + seq.max_tokens - 1
-            peak = self.oracle.cost(seq.state, seq.pending_edits, length).peak
-            claimed = self.reserved_units + peak
-            if claimed > self.oracle.free_units and self._can_hold(seq, claimed):
-                self.oracle.reclaim(claimed - self.oracle.free_units)
-            if claimed <= self.oracle.free_units:
-                self.waiting.popleft()
-                seq.status, seq.row, seq.reserved_units, seq.table_from = Status.RUNNING, heappop(self._rows), peak, 0
-                self.running.append(seq)
+            peak = self._offer(seq, fresh)
+            lose = [] if self._rows and peak <= self.spare_units() else victims(seq, peak, makes_way, others, rows, self.oracle)
+            if lose is not None:
+                for victim in reversed(lose):
+                    self._preempt(victim, seq)
+                self._start(seq, peak)
                 return True
-            if seq.state is not None:
-                seq.state.release()
-            seq.state = None
-            if self.running or self.finished:
-                return False
+            if others:
+                break
+            self._drop_state(seq)
+        self._withdraw(seq, peak)
         return False
 
-    def _can_hold(self, seq: Sequence, claimed: int) -> bool:
-        states = [other.state for other in (*self.running, *self.finished, seq) if other.state is not None]
-        return self.oracle.held_units(states) + claimed <= self.oracle.total_units
+    def _fill_in(self, seq: Sequence) -> bool:
+        """Run it if there is room that nobody has a claim on, and some to spare."""
+
+        def plenty(units: int) -> bool:
+            return (self.spare_units() - units) * SLACK >= self.oracle.total_units
+
+        if not self._rows or not plenty(seq.wanted_units):
+            return False
+        peak = self._offer(seq, fresh=False)
+        if plenty(peak):
+            self._start(seq, peak)
+            return True
+        self._withdraw(seq, peak)
+        return False
+
+    def _offer(self, seq: Sequence, fresh: bool) -> int:
+        """Give it the state that it would start from; the most units it would take beyond it."""
+        if seq.state is None:
+            self._resume(seq, fresh)
+        return self._peak(seq)
+
+    def _withdraw(self, seq: Sequence, peak: int) -> None:
+        """It does not start; a parked state stays parked."""
+        seq.wanted_units = peak
+        if not seq.parked:
+            self._drop_state(seq)
+
+    def _start(self, seq: Sequence, peak: int) -> None:
+        self.waiting.remove(seq)
+        self._make_room(peak)
+        seq.status, seq.row, seq.reserved_units, seq.table_from = Status.RUNNING, heappop(self._rows), peak, 0
+        self.running.append(seq)
+        self.waiting.clock.pay(seq, seq.num_known - seq.num_forwarded)
+        lost = seq.computed - seq.num_forwarded
+        if seq.preemptions:
+            tell_resumed(seq, max(0, lost))
+        if lost > 0:
+            self.tally.recomputed += lost
+            seq.miss = seq.miss or Miss(reason="reclaimed", tokens=lost, detail="preempted: others needed its memory")
+        seq.computed = seq.wanted_units = 0
+        self._retry = True  # who is owed service may have more rivals now
+
+    def _preempt(self, seq: Sequence, by: Sequence) -> None:
+        """Its row and reservation go to others; its state is parked."""
+        self._leave_row(seq)
+        seq.status, seq.computed = Status.WAITING, seq.num_forwarded
+        seq.preemptions += 1
+        self.waiting.add(seq)
+        self.tally.preemptions += 1
+        tell_preempted(seq, by, seq.num_forwarded)
+
+    def _make_room(self, units: int) -> None:
+        """So many spare units, from caches, then from parked states, the last in the queue first."""
+        short = units - self.spare_units()
+        if short > 0:
+            self.oracle.reclaim(short)
+            parked = [seq for seq in reversed(list(self.waiting.ordered())) if seq.state is not None]
+            shed(parked, units - self.spare_units(), self.oracle)
+        assert self.spare_units() >= units, "memory that was promised cannot be had"
+
+    def _peak(self, seq: Sequence) -> int:
+        return self.oracle.cost(seq.state, seq.pending_edits, seq.num_prompt_tokens + seq.max_tokens - 1).peak
+
+    # -- what runs
+
+    def _add_chunks(self, batch: Batch) -> None:
+        """Prompts, and what preempted sequences lost, in what the decodes left of the budget; see `queue.shares`."""
+        prompts = [seq for seq in self.running if seq.prefilling]
+        prompts.sort(key=lambda seq: (not seq.guaranteed, self.waiting.order(seq)))
+        for seq in prompts:
+            self._apply_edits(batch, seq)
+        ends = [seq.pending_edits[0].at - 1 if seq.pending_edits else len(seq.token_ids) for seq in prompts]
+        wants = [end - seq.num_forwarded for seq, end in zip(prompts, ends, strict=True)]
+        ranks = [seq.request.priority for seq in prompts]
+        given = shares(self.config.step_tokens - batch.num_tokens, wants, ranks)
+        for seq, count in zip(prompts, given, strict=True):
+            self._add_row(batch, seq, count)
 
     def _apply_edits(self, batch: Batch, seq: Sequence) -> None:
         while seq.pending_edits and seq.pending_edits[0].at - 1 == seq.num_forwarded:
             assert seq.state is not None
             edit = seq.pending_edits.pop(0)
             self._changed(batch, seq, seq.state.remove(edit.removed, self.spare_units(seq)))
-            length = seq.num_prompt_tokens + seq.max_tokens - 1
-            seq.reserved_units = self.oracle.cost(seq.state, seq.pending_edits, length).peak
+            seq.reserved_units = self._peak(seq)
+            self._retry = True
 
     def _add_row(self, batch: Batch, seq: Sequence, count: int) -> None:
         """`count` tokens of the sequence enter the batch; the last one draws if it is the last there is."""
@@ -144,6 +238,7 @@ class Scheduler:
         if seq.table_from < len(seq.state.units):
             batch.table_updates.append((seq.row, seq.table_from, seq.state.units[seq.table_from :]))
             seq.table_from = len(seq.state.units)
+        self.waiting.clock.serve(seq, count)
         batch.rows.append(
             RowWork(
                 row=seq.row,
@@ -168,5 +263,10 @@ class Scheduler:
         assert seq.row is not None
         self.running.remove(seq)
         heappush(self._rows, seq.row)
-        seq.row, seq.reserved_units = None, 0
-        self._blocked = False
+        seq.row, seq.reserved_units, seq.guaranteed = None, 0, False
+        self._retry = True
+
+    def _drop_state(self, seq: Sequence) -> None:
+        if seq.state is not None:
+            seq.state.release()
+        seq.state = None

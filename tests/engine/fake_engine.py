@@ -124,6 +124,7 @@ def engine(
     max_rows: int = 4,
     step_tokens: int = 16,
     checkpoints: int = 2,
+    patience: int = 256,
     **options: object,
 ) -> LLM:
     """An engine of `units` pages over a fake runner."""
@@ -135,6 +136,7 @@ def engine(
         max_rows=max_rows,
         step_tokens=step_tokens,
         checkpoints=checkpoints,
+        patience=patience,
     )
     return LLM(config, runner, **options)  # type: ignore[arg-type]
 
