@@ -84,8 +84,10 @@ class Runtime:
     """One model in this process, with sessions.
 
     model: 'micro', a Hugging Face directory or a .gguf file. method: an attention method by name, or an instance. device,
-    dtype: 'auto' or a name. memory: bytes of the KV arena, or like '2GiB'; None chooses. db: None for no store, a path, a URL.
+    dtype: 'auto' or a name. memory: bytes of the KV arena, or like '2GiB'; 'auto' is what weights and a measured step leave;
+    None is 'auto' on a GPU, on a CPU a quarter of the memory, at most 1 GiB. db: None for no store, a path, a URL.
     window: most logical tokens of a session; None is the model's. page_size: slots of a KV page; None chooses.
+    step_timeout: seconds after which a step is taken for lost and who waits gets EngineFault; None is 300.
 
     Raises UnknownModel, BadModel, UnknownOption, BadRequest and StoreFault. Not closing it leaks nothing past the process.
     """
@@ -101,6 +103,7 @@ class Runtime:
         db: Db = DEFAULT,
         window: int | None = None,
         page_size: int | None = None,
+        step_timeout: float | None = None,
     ) -> None:
         # OpenMP threads that spin while they wait make every step many times slower as soon as the cores are shared.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -116,6 +119,7 @@ class Runtime:
                 memory=memory,
                 window=window,
                 page_size=page_size,
+                step_timeout=step_timeout,
             )
         except BaseException:
             if self._store is not None:
@@ -300,7 +304,8 @@ class Runtime:
 
     def stats(self) -> dict[str, Any]:
         """Numbers of the engine. arena: bytes by holder, which add up to total. reserved_bytes: free bytes that running
-        sequences may still take. peak_bytes: most arena bytes held at once so far. queue: sequences by state."""
+        sequences may still take. peak_bytes: most arena bytes held at once so far. queue: sequences by state. preempted: those
+        that wait and have run before. preemptions, recomputed_tokens, deadline_misses: since the start."""
         worker = self._engine.worker
         found, peak = worker.call(lambda: (worker.llm.stats(), worker.llm.peak_bytes))
         return {
@@ -308,6 +313,11 @@ class Runtime:
             "reserved_bytes": found.bytes["reserved"],
             "peak_bytes": peak,
             "queue": {"running": found.rows, "waiting": found.waiting, "finished": found.finished},
+            "waiting_by_priority": dict(found.waiting_by_priority),
+            "preempted": found.preempted,
+            "preemptions": found.tally.preemptions,
+            "recomputed_tokens": found.tally.recomputed,
+            "deadline_misses": found.tally.deadline_misses,
             "sessions": len(self._live),
             "prefill_tokens_per_second": round(self._engine.backend.prefill_rate(), 1),
         }
@@ -318,7 +328,11 @@ class Runtime:
 
     def ready(self) -> bool:
         """Do tokens progress while work is queued?"""
-        return not self._closed and self._engine.worker.ready
+        return self.trouble() is None
+
+    def trouble(self) -> str | None:
+        """Why tokens do not progress while work is queued, None when they do. Never waits for the engine."""
+        return "the runtime is closed" if self._closed else self._engine.worker.trouble
 
     def close(self) -> None:
         """Suspend what is open and stop the engine; running turns are rolled back. Twice is once."""

@@ -162,7 +162,16 @@ class EngineBackend:
         return token_id == self.tokenizer.end_of_turn_id
 
     def generate(
-        self, chain_id: str, history: History, suffix: list[int], sampling: Sampling, *, salt: str, tools: bool
+        self,
+        chain_id: str,
+        history: History,
+        suffix: list[int],
+        sampling: Sampling,
+        *,
+        salt: str,
+        tools: bool,
+        priority: int = 0,
+        timeout: float | None = None,
     ) -> EngineGeneration:
         """Continue the chain; raises Busy, Capacity and ContextOverflow at once."""
         request = Request(
@@ -172,6 +181,8 @@ class EngineBackend:
             edits=tuple(Edit(at, removed) for at, removed in history.edits),
             salt=salt,
             stop_ids=self.tokenizer.eos_ids,
+            priority=priority,
+            timeout=timeout,
         )
         thinking = opens_thinking(self.tokenizer.decode(suffix[-PROMPT_TAIL:], special=True))
         return EngineGeneration(self, self.worker.submit(request), tools=tools, thinking=thinking)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from agentkv import methods
 from agentkv.engine.checkpoint import find_gguf
 from agentkv.engine.core import EngineConfig
-from agentkv.engine.devices import best_device, device_names, free_memory, usable_device
+from agentkv.engine.devices import best_device, device_names, usable_device, usable_memory
 from agentkv.engine.llm import LLM
 from agentkv.engine.loader import LoadedModel, load_model
 from agentkv.engine.runner import ModelRunner
+from agentkv.engine.sizing import plan_memory
 from agentkv.engine.sparse import SparseMethod
 from agentkv.engine.tokenizer import Tokenizer
 from agentkv.engine.worker import EngineWorker
@@ -22,7 +23,8 @@ from agentkv.runtime_backend import EngineBackend
 
 BUNDLED = ("micro",)
 CPU_MOST = 1 << 30
-CPU_SHARE, GPU_SHARE = 0.25, 0.8
+CPU_SHARE = 0.25
+STEP_TIMEOUT = 300.0
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
@@ -47,6 +49,7 @@ def open_engine(
     memory: int | str | None = None,
     window: int | None = None,
     page_size: int | None = None,
+    step_timeout: float | None = None,
 ) -> Engine:
     """Load a model and start its engine. Raises UnknownModel, BadModel, UnknownOption or BadRequest; nothing is left behind."""
     path = model_path(model)
@@ -54,7 +57,7 @@ def open_engine(
     tokenizer = Tokenizer.load(path)
     target = usable_device(device)
     loaded = load_model(path, device=target, dtype=dtype)
-    config = engine_config(loaded, memory, window, page_size)
+    config = engine_config(loaded, memory, window, page_size, step_timeout, method=chosen)
     runner = ModelRunner(loaded, config, chosen)
     worker = EngineWorker(LLM(config, runner, tokenizer=tokenizer, reuse=chosen.reuse))
     backend = EngineBackend(
@@ -78,8 +81,20 @@ def model_path(model: str | Path) -> Path:
     return path
 
 
-def engine_config(loaded: LoadedModel, memory: int | str | None, window: int | None, page_size: int | None) -> EngineConfig:
-    """Sizes for this model on its device; what is None is chosen."""
+def engine_config(
+    loaded: LoadedModel,
+    memory: int | str | None,
+    window: int | None,
+    page_size: int | None,
+    step_timeout: float | None = None,
+    *,
+    method: SparseMethod,
+) -> EngineConfig:
+    """Sizes for this model on its device; what is None is chosen.
+
+    memory 'auto' runs the method's largest steps and takes what they leave (BadModel where that is too little); None is the
+    same on a GPU, and on a CPU a quarter of the machine's memory, at most 1 GiB, without a trial.
+    """
     on_cpu = loaded.device.type == "cpu"
     for name, value in (("window", window), ("page_size", page_size)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
@@ -88,13 +103,20 @@ def engine_config(loaded: LoadedModel, memory: int | str | None, window: int | N
         raise BadRequest(f"window={window}: 2 to the model's {loaded.window}", param="window")
     if page_size is not None and not 1 <= page_size <= 1024:
         raise BadRequest(f"page_size={page_size}: 1 to 1,024", param="page_size")
-    return EngineConfig(
-        memory=parse_memory(memory) if memory is not None else _default_memory(loaded),
+    if step_timeout is not None and not (isinstance(step_timeout, int | float) and step_timeout > 0):
+        raise BadRequest(f"step_timeout={step_timeout!r}: seconds above 0, or None", param="step_timeout")
+    if memory is None:
+        memory = min(CPU_MOST, int(usable_memory(loaded.device) * CPU_SHARE)) if on_cpu else "auto"
+    auto = isinstance(memory, str) and memory.strip() == "auto"
+    config = EngineConfig(
+        memory=0 if auto else parse_memory(memory),
         window=window or loaded.window,
         page_size=page_size or (128 if on_cpu else 16),
         max_rows=32 if on_cpu else 256,
         step_tokens=1024 if on_cpu else 8192,
+        step_timeout=step_timeout or STEP_TIMEOUT,
     )
+    return replace(config, memory=plan_memory(loaded, config, method).arena) if auto else config
 
 
 def parse_memory(memory: int | str) -> int:
@@ -105,15 +127,10 @@ def parse_memory(memory: int | str) -> int:
     try:
         size = int(float(number) * UNITS[unit])
     except (ValueError, KeyError, OverflowError):
-        raise BadRequest(f"memory={memory!r}: bytes, or like '2GiB' or '500MB'", param="memory") from None
+        raise BadRequest(f"memory={memory!r}: bytes, like '2GiB' or '500MB', or 'auto'", param="memory") from None
     if size < 1:
         raise BadRequest(f"memory={memory!r}: must be positive", param="memory")
     return size
-
-
-def _default_memory(loaded: LoadedModel) -> int:
-    free = free_memory(loaded.device)
-    return min(CPU_MOST, int(free * CPU_SHARE)) if loaded.device.type == "cpu" else int(free * GPU_SHARE)
 
 
 def _method(method: str | SparseMethod) -> tuple[SparseMethod, str]:
@@ -154,7 +171,7 @@ def devices() -> list[str]:
 def memory_plan(model: str | Path) -> dict[str, Any]:
     """What a model takes here: weights, KV bytes a token, arena, tokens that fit. Loads the model."""
     loaded = load_model(model_path(model), device=best_device())
-    config = engine_config(loaded, None, None, None)
+    config = engine_config(loaded, None, None, None, method=methods.get("dense"))
     layout = loaded.layout(config.page_size)
     return {
         "name": str(model),

@@ -51,6 +51,7 @@ class EngineConfig:
     """Sizes of the engine. memory: bytes of the KV arena; window: most logical tokens of a sequence.
 
     patience: steps that a waiting request may be passed over before it is owed service (see `queue.WaitingQueue`).
+    step_timeout: seconds after which a step is taken for lost (see `worker.EngineWorker`).
     """
 
     memory: int
@@ -60,6 +61,7 @@ class EngineConfig:
     step_tokens: int = 2048
     checkpoints: int = 2
     patience: int = 256
+    step_timeout: float = 300.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,9 @@ Order = tuple[int, int, float, int]
 
 
 class TenantClock:
-    """Service of each tenant in tokens forwarded, prompts from when they start. A tenant that comes, or comes back, starts level with the least served of
-    those that are here, so absence earns nothing; one that leaves ahead of them and returns is still ahead.
+    """Service of each tenant in tokens forwarded; a prompt counts from its start. A tenant that comes, or comes back, stands
+    level with the least served of those that are here, so absence earns nothing; one that leaves ahead of them and returns is
+    still ahead.
 
     Start-time fair queueing (Goyal, Vin, Cheng: SIGCOMM 1996) with equal weights.
     """

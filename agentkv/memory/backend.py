@@ -105,9 +105,20 @@ class KVBackend(Protocol):
         ...
 
     def generate(
-        self, chain_id: str, history: History, suffix: list[int], sampling: Sampling, *, salt: str, tools: bool
+        self,
+        chain_id: str,
+        history: History,
+        suffix: list[int],
+        sampling: Sampling,
+        *,
+        salt: str,
+        tools: bool,
+        priority: int = 0,
+        timeout: float | None = None,
     ) -> Generation:
-        """Continue the chain: prefill what is not resident, then decode. Raises Busy, Capacity, ContextOverflow at once."""
+        """Continue the chain: prefill what is not resident, then decode. Raises Busy, Capacity, ContextOverflow at once.
+
+        priority: -10 to 10, higher goes first. timeout: seconds after which it ends with Cancelled, unless it has finished."""
         ...
 
     def prune(self, chain_id: str, intervals: Sequence[Interval]) -> Freed:

@@ -45,14 +45,12 @@ def check_mode(mode: str) -> None:
         raise BadRequest(f"mode={mode!r}: 'in_place' or 'rebuild'", param="mode")
 
 
-def check_served(tool_choice: Any, response_format: Any, timeout: float | None) -> None:
+def check_served(tool_choice: Any, response_format: Any) -> None:
     """Refuse what is not served, rather than ignore it."""
     if tool_choice not in (None, "auto", "none"):
         raise not_served(f"tool_choice={tool_choice!r}", "Use 'auto' or 'none'", None)
     if response_format not in (None, "text", {"type": "text"}):
         raise not_served("response_format", "Ask for the format in the prompt and check the answer", None)
-    if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
-        raise BadRequest(f"timeout={timeout!r}: seconds above 0, or None", param="timeout")
 
 
 def not_served(what: str, instead: str, kept: int | None) -> BadRequest:

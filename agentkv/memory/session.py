@@ -33,6 +33,8 @@ from agentkv.types import (
     ToolCall,
     Turn,
     check_lag,
+    check_priority,
+    check_timeout,
     parse_keep,
 )
 
@@ -204,11 +206,15 @@ class Session(Standing):
         tool_choice: Any = "auto",
         response_format: Any = None,
         timeout: float | None = None,
+        priority: int = 0,
         **sampling: Unpack[SamplingOptions],
     ) -> Turn:
         """Let the model answer; sampling: what differs from the session's. On any error the turn is rolled back and what was
-        added stays."""
-        with self.stream(tool_choice=tool_choice, response_format=response_format, timeout=timeout, **sampling) as stream:
+        added stays.
+
+        timeout: seconds after which it is, with Cancelled. priority: -10 to 10, higher goes first where the engine is full."""
+        options: dict[str, Any] = {"tool_choice": tool_choice, "response_format": response_format, **sampling}
+        with self.stream(timeout=timeout, priority=priority, **options) as stream:
             return stream.finish()
 
     def stream(
@@ -217,16 +223,19 @@ class Session(Standing):
         tool_choice: Any = "auto",
         response_format: Any = None,
         timeout: float | None = None,
+        priority: int = 0,
         **sampling: Unpack[SamplingOptions],
     ) -> TurnStream:
         """The same as events: TextDelta, ReasoningDelta, ToolCallReady, at the end TurnDone. Leaving early rolls back."""
 
         def make() -> RunningTurn:
             with self._branch.kept():
-                check_served(tool_choice, response_format, timeout)
+                check_served(tool_choice, response_format)
+                check_timeout(timeout)
+                check_priority(priority)
                 chosen = merged(self.sampling, sampling)
             tools = bool(self.tools) and tool_choice != "none"
-            return RunningTurn(self._branch, chosen, tools=tools, timeout=timeout)
+            return RunningTurn(self._branch, chosen, tools=tools, timeout=timeout, priority=priority)
 
         return TurnStream(make)
 

@@ -20,11 +20,12 @@ log = logging.getLogger(__name__)
 class RunningTurn:
     """A turn of a branch. The thread that runs it commits it or rolls it back; `cancel` only asks for the latter."""
 
-    def __init__(self, branch: Branch, sampling: Sampling, *, tools: bool, timeout: float | None) -> None:
+    def __init__(self, branch: Branch, sampling: Sampling, *, tools: bool, timeout: float | None, priority: int = 0) -> None:
         self._branch = branch
         self._sampling = sampling
         self._tools = tools
         self._timeout = timeout
+        self._priority = priority
         self._guard = threading.Lock()
         self._generation: Generation | None = None
         self._rendered = Rendered(ids=[], pieces=())
@@ -97,6 +98,8 @@ class RunningTurn:
                     self._sampling,
                     salt=branch.salt,
                     tools=self._tools,
+                    priority=self._priority,
+                    timeout=self._timeout,
                 )
         except ContextOverflow as error:
             branch.overflow(error)
@@ -161,7 +164,7 @@ class RunningTurn:
 
     def _why(self) -> Cancelled:
         kept = self._branch.ledger.number
-        if self._timed_out:
+        if self._timed_out or (self._timeout is not None and time.perf_counter() - self._began >= self._timeout):
             return Cancelled(
                 f"the turn took longer than timeout={self._timeout:g} s and was rolled back",
                 kept=kept,

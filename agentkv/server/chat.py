@@ -186,7 +186,12 @@ def _say(session: SessionPort, known: Sequence[Any], new: Sequence[Any], lags: d
 def _generate(seat: Seat, ask: ChatRequest, job: Job[Answer]) -> Answer:
     session = seat.session
     opened = False
-    with session.stream(tool_choice="auto" if ask.parse_tools else "none", **ask.sampling) as stream:
+    options: dict[str, Any] = {"tool_choice": "auto" if ask.parse_tools else "none", **ask.sampling}
+    if ask.priority:
+        options["priority"] = ask.priority
+    if ask.timeout is not None:
+        options["timeout"] = ask.timeout
+    with session.stream(**options) as stream:
         for event in stream:
             if isinstance(event, TurnDone):
                 break  # committed: a client that leaves now does not undo it

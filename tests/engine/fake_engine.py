@@ -125,6 +125,7 @@ def engine(
     step_tokens: int = 16,
     checkpoints: int = 2,
     patience: int = 256,
+    step_timeout: float = 300.0,
     **options: object,
 ) -> LLM:
     """An engine of `units` pages over a fake runner."""
@@ -137,6 +138,7 @@ def engine(
         step_tokens=step_tokens,
         checkpoints=checkpoints,
         patience=patience,
+        step_timeout=step_timeout,
     )
     return LLM(config, runner, **options)  # type: ignore[arg-type]
 

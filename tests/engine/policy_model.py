@@ -157,7 +157,7 @@ class PolicyModel:
         job.made += job.held == job.prompt + job.made
 
     def _tokens(self, prompts: list[Job]) -> dict[Job, int]:
-        given = {job: 1 for job in sorted(prompts, key=lambda job: (not job.guaranteed, self.order(job)))}
+        given = dict.fromkeys(sorted(prompts, key=lambda job: (not job.guaranteed, self.order(job))), 1)
         left = self.step_tokens - len(self.running)
         wants = {job: job.prompt + job.made - job.held for job in given}
         by_length = sorted(given, key=lambda job: (-job.priority, wants[job]))

@@ -10,7 +10,6 @@ from fake_engine import engine, request
 from policy_model import Job, PolicyModel
 
 from agentkv.engine.core import Sequence
-from agentkv.engine.queue import shares
 
 
 def play(seed: int) -> tuple[int, int]:
