@@ -136,7 +136,8 @@ class Sequence:
     history: None where nothing is penalised. allowed: None where every token may come next.
 
     deadline: on the engine's clock. passed_over: steps in which others went first. guaranteed: it was owed service and runs
-    to its end. wanted_units: what it lacked when it was last tried. preemptions: how often it lost its row; computed: tokens
+    to its end. wanted_units: what it would have
+    taken when it was last tried. preemptions: how often it lost its row; computed: tokens
     that were forwarded by then. paid: tokens that its tenant was charged for and that are still to be forwarded.
     """
 

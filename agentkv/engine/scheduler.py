@@ -120,8 +120,6 @@ class Scheduler:
         It starts from its resident state if that fits. If it is too much even when everything else is reclaimed, it waits for
         the others to finish; when there are none, it starts from nothing, which fits (`LLM.add` saw to that).
         """
-        if not self._rows and not self.running:
-            return False
         makes_way = rivals(seq, self.running, elder=elder)
         if not self._rows and not makes_way:
             return False
