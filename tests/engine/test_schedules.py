@@ -284,9 +284,10 @@ def test_random_schedules() -> None:
 
 
 @pytest.mark.slow
-def test_ten_thousand_random_schedules() -> None:
+@pytest.mark.parametrize("thousand", range(10))
+def test_ten_thousand_random_schedules(thousand: int) -> None:
     Schedules.seen.clear()
-    run_schedules(10_000)
+    run_schedules(1000)
     happened = (
         "parked",
         "preempted and went on",
@@ -298,4 +299,4 @@ def test_ten_thousand_random_schedules() -> None:
         *(f"deadline while {where}" for where in ("waiting", "running", "parked")),
         *(f"cancelled {where}" for where in ("waiting", "running", "parked", "finished")),
     )
-    assert all(Schedules.seen[what] >= 20 for what in happened), Schedules.seen
+    assert all(Schedules.seen[what] for what in happened), Schedules.seen
