@@ -13,7 +13,7 @@ help:
 	@echo "make demo       set up .venv and watch an agent session, end to end"
 	@echo "make test       lint, types and the test suite"
 	@echo "make test-slow  the long tests and the must-show checks (minutes)"
-	@echo "make models     fetch the real small models that optional tests use into .models/ (about 100 MB)"
+	@echo "make models     fetch the real small models that optional tests use into .models/ (about 340 MB)"
 	@echo "make peers      install vLLM for the CPU into .peers/ (3.5 GB), which bench engine can measure beside us"
 	@echo "make figures    import time, cost of a tool result with 10,000 spans"
 	@echo "make wheel-check  build a wheel, install it in a fresh environment, run the demo from an empty folder"

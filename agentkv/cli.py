@@ -125,6 +125,9 @@ def serve(
     port: Annotated[int, typer.Option()] = 8000,
     method: Annotated[str, typer.Option(help="Attention method.")] = "dense",
     memory: Annotated[str | None, typer.Option(help="KV arena: bytes, like 2GiB, or auto.")] = None,
+    warm_memory: Annotated[
+        str | None, typer.Option(help="Host memory for the KV of idle sessions, like 2GiB; 0: none. Default: none on CPU.")
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, ...")] = "auto",
     window: Annotated[int | None, typer.Option(help="Most logical tokens of a session. Default: the model's.")] = None,
@@ -144,7 +147,8 @@ def serve(
 
     default_policy = _policy_file(policy) if policy else None
     _check_free(host, port)
-    sizes: dict[str, Any] = {"memory": memory, "window": window, "page_size": page_size, "step_timeout": step_timeout}
+    sizes: dict[str, Any] = {"memory": memory, "window": window, "page_size": page_size, "warm_memory": warm_memory}
+    sizes["step_timeout"] = step_timeout
     with Runtime(model, method=method, device=device, dtype=dtype, db=db or DEFAULT, **sizes) as runtime:
         lines = paste_lines(f"http://{host}:{port}", runtime.model_name, runtime.window)
         typer.echo(lines.replace('"none"', '"YOUR_KEY"') if api_key else lines, err=True)

@@ -86,7 +86,8 @@ class Runtime:
     model: 'micro', a Hugging Face directory or a .gguf file. method: an attention method by name, or an instance. device,
     dtype: 'auto' or a name. memory: bytes of the KV arena, or like '2GiB'; 'auto' is what weights and a measured step leave;
     None is 'auto' on a GPU, on a CPU a quarter of the memory, at most 1 GiB. db: None for no store, a path, a URL.
-    window: most logical tokens of a session; None is the model's. page_size: slots of a KV page; None chooses.
+    window: most logical tokens of a session; None is the model's. page_size: slots of a KV page; None chooses. warm_memory:
+    bytes of host memory for the KV of idle sessions, 0 for none; None: none on CPU, a quarter of what is free with a GPU.
     step_timeout: seconds after which a step is taken for lost and who waits gets EngineFault; None is 300.
 
     Raises UnknownModel, BadModel, UnknownOption, BadRequest and StoreFault. Not closing it leaks nothing past the process.
@@ -103,6 +104,7 @@ class Runtime:
         db: Db = DEFAULT,
         window: int | None = None,
         page_size: int | None = None,
+        warm_memory: int | str | None = None,
         step_timeout: float | None = None,
     ) -> None:
         # OpenMP threads that spin while they wait make every step many times slower as soon as the cores are shared.
@@ -119,6 +121,7 @@ class Runtime:
                 memory=memory,
                 window=window,
                 page_size=page_size,
+                warm_memory=warm_memory,
                 step_timeout=step_timeout,
             )
         except BaseException:
@@ -304,14 +307,19 @@ class Runtime:
 
     def stats(self) -> dict[str, Any]:
         """Numbers of the engine. arena: bytes by holder, which add up to total. reserved_bytes: free bytes that running
-        sequences may still take. peak_bytes: most arena bytes held at once so far. queue: sequences by state. preempted: those
-        that wait and have run before. preemptions, recomputed_tokens, deadline_misses: since the start."""
+        sequences may still take. peak_bytes: most arena bytes held at once so far. fragmented_bytes: by unit class, free
+        but not to be had without moving units; moved_bytes: moved so far. warm: KV in host memory. queue: sequences by state.
+        preempted: those that wait and have run before. preemptions, recomputed_tokens, deadline_misses: since the start.
+        """
         worker = self._engine.worker
         found, peak = worker.call(lambda: (worker.llm.stats(), worker.llm.peak_bytes))
         return {
             "arena": {name: size for name, size in found.bytes.items() if name != "reserved"},
             "reserved_bytes": found.bytes["reserved"],
             "peak_bytes": peak,
+            "fragmented_bytes": found.fragmented,
+            "moved_bytes": found.moved_bytes,
+            "warm": {"bytes": found.warm_bytes, "demotions": found.demotions, "restores": found.restores},
             "queue": {"running": found.rows, "waiting": found.waiting, "finished": found.finished},
             "waiting_by_priority": dict(found.waiting_by_priority),
             "preempted": found.preempted,

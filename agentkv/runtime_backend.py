@@ -206,7 +206,7 @@ class EngineBackend:
         self.worker.call(lambda: self.worker.llm.rollback(chain_id, length))
 
     def suspend(self, chain_id: str) -> None:
-        """Reclaim this chain first when memory is short."""
+        """Demote this chain to host memory, or reclaim it first when memory is short."""
         self.worker.call(lambda: self.worker.llm.suspend(chain_id))
 
     def drop(self, chain_id: str) -> None:
@@ -223,6 +223,7 @@ class EngineBackend:
             resident_tokens=info.resident_tokens,
             bytes_held=info.bytes_held,
             bytes_unique=info.bytes_unique,
+            warm_tokens=info.warm_tokens,
         )
 
     def prefill_rate(self) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 from agentkv import methods
 from agentkv.engine.checkpoint import find_gguf
 from agentkv.engine.core import EngineConfig
-from agentkv.engine.devices import best_device, device_names, usable_device, usable_memory
+from agentkv.engine.devices import best_device, device_names, free_host_memory, usable_device, usable_memory
 from agentkv.engine.llm import LLM
 from agentkv.engine.loader import LoadedModel, load_model
 from agentkv.engine.runner import ModelRunner
@@ -23,7 +23,7 @@ from agentkv.runtime_backend import EngineBackend
 
 BUNDLED = ("micro",)
 CPU_MOST = 1 << 30
-CPU_SHARE = 0.25
+CPU_SHARE, WARM_SHARE = 0.25, 0.25
 STEP_TIMEOUT = 300.0
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
@@ -49,6 +49,7 @@ def open_engine(
     memory: int | str | None = None,
     window: int | None = None,
     page_size: int | None = None,
+    warm_memory: int | str | None = None,
     step_timeout: float | None = None,
 ) -> Engine:
     """Load a model and start its engine. Raises UnknownModel, BadModel, UnknownOption or BadRequest; nothing is left behind."""
@@ -57,17 +58,18 @@ def open_engine(
     tokenizer = Tokenizer.load(path)
     target = usable_device(device)
     loaded = load_model(path, device=target, dtype=dtype)
-    config = engine_config(loaded, memory, window, page_size, step_timeout, method=chosen)
+    config = engine_config(loaded, memory, window, page_size, warm_memory, step_timeout, method=chosen)
     runner = ModelRunner(loaded, config, chosen)
-    worker = EngineWorker(LLM(config, runner, tokenizer=tokenizer, reuse=chosen.reuse))
+    fingerprint = _fingerprint(loaded, tokenizer, chosen, config)
+    worker = EngineWorker(LLM(config, runner, tokenizer=tokenizer, reuse=chosen.reuse, fingerprint=fingerprint))
     backend = EngineBackend(
         worker,
         tokenizer,
         model_name=str(model),
-        fingerprint=_fingerprint(loaded, tokenizer, chosen, config),
+        fingerprint=fingerprint,
         exactness=chosen.exactness,
         window=config.window,
-        token_bytes=runner.layout.token_bytes,
+        token_bytes=sum(group.token_bytes for group in runner.groups),
     )
     return Engine(backend, worker, config, chosen, name, str(loaded.device))
 
@@ -86,6 +88,7 @@ def engine_config(
     memory: int | str | None,
     window: int | None,
     page_size: int | None,
+    warm_memory: int | str | None = None,
     step_timeout: float | None = None,
     *,
     method: SparseMethod,
@@ -114,23 +117,31 @@ def engine_config(
         page_size=page_size or (128 if on_cpu else 16),
         max_rows=32 if on_cpu else 256,
         step_tokens=1024 if on_cpu else 8192,
+        warm_memory=_warm_memory(loaded, warm_memory),
         step_timeout=step_timeout or STEP_TIMEOUT,
     )
     return replace(config, memory=plan_memory(loaded, config, method).arena) if auto else config
 
 
-def parse_memory(memory: int | str) -> int:
-    """Bytes of 268435456, '268435456', '256MiB' or '1.5GB'."""
+def parse_memory(memory: int | str, *, param: str = "memory") -> int:
+    """Bytes of 268435456, '268435456', '256MiB' or '1.5GB'. param: what to call it in a BadRequest."""
     text = str(memory).strip()
     number = text.rstrip("BKMGTi")
     unit = text[len(number) :] or "B"
     try:
         size = int(float(number) * UNITS[unit])
     except (ValueError, KeyError, OverflowError):
-        raise BadRequest(f"memory={memory!r}: bytes, like '2GiB' or '500MB', or 'auto'", param="memory") from None
+        raise BadRequest(f"{param}={memory!r}: bytes, like '2GiB' or '500MB', or 'auto'", param=param) from None
     if size < 1:
-        raise BadRequest(f"memory={memory!r}: must be positive", param="memory")
+        raise BadRequest(f"{param}={memory!r}: must be positive", param=param)
     return size
+
+
+def _warm_memory(loaded: LoadedModel, wanted: int | str | None) -> int:
+    """Bytes of host memory for idle chains. The arena of a CPU engine is host memory already: nothing unless asked for."""
+    if wanted is None:
+        return 0 if loaded.device.type == "cpu" else int(free_host_memory() * WARM_SHARE)
+    return 0 if str(wanted).strip() == "0" else parse_memory(wanted, param="warm_memory")
 
 
 def _method(method: str | SparseMethod) -> tuple[SparseMethod, str]:
@@ -172,14 +183,14 @@ def memory_plan(model: str | Path) -> dict[str, Any]:
     """What a model takes here: weights, KV bytes a token, arena, tokens that fit. Loads the model."""
     loaded = load_model(model_path(model), device=best_device())
     config = engine_config(loaded, None, None, None, method=methods.get("dense"))
-    layout = loaded.layout(config.page_size)
+    groups = loaded.groups(config.page_size)
     return {
         "name": str(model),
         "device": str(loaded.device),
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "weight_bytes": loaded.weight_bytes,
-        "kv_bytes_per_token": layout.token_bytes,
+        "kv_bytes_per_token": sum(group.token_bytes for group in groups),
         "arena_bytes": config.memory,
-        "tokens_that_fit": config.memory // layout.stripe_bytes * config.page_size,
+        "tokens_that_fit": config.memory // sum(group.stripe_bytes for group in groups) * config.page_size,
         "window": config.window,
     }

@@ -148,7 +148,7 @@ class Miss(Frozen, frozen=True, kw_only=True):
     """Why something had to be recomputed.
 
     reason: new | diverged | template_rewrote_history | reclaimed | salt | below_page | fingerprint
-    | pruned_not_accepted | cold_rejected | rebuild.
+    | pruned_not_accepted | corrupt (a copy in a slower tier failed its check) | cold_rejected | rebuild.
     message_index and field name the first difference where there is one; ours and theirs are short snippets of it.
     """
 

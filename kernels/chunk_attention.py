@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -9,10 +11,12 @@ from torch.nn.attention.bias import causal_lower_right
 
 from agentkv.kernels.merge_parts import merge_parts
 
+_BLOCK = 256  # queries of a windowed chunk that share one product
 
-def token_slots(entries: Tensor, length: int, page_size: int) -> tuple[Tensor, Tensor]:
-    """(entries, offsets) int64 `[length]` of a row's first `length` slots, from its table row `entries` (int32)."""
-    slots = torch.arange(length, device=entries.device)
+
+def token_slots(entries: Tensor, length: int, page_size: int, start: int = 0) -> tuple[Tensor, Tensor]:
+    """(entries, offsets) int64 `[length - start]` of a row's slots from `start` on, from its table row `entries` (int32)."""
+    slots = torch.arange(start, length, device=entries.device)
     num_pages = -(-length // page_size)
     return entries[:num_pages].to(torch.int64)[slots // page_size], slots % page_size
 
@@ -24,14 +28,19 @@ def gather_kv(pages: Tensor, slots: tuple[Tensor, Tensor]) -> tuple[Tensor, Tens
     return pages[entries, heads, 0, offsets], pages[entries, heads, 1, offsets]
 
 
-def chunk_attention(q: Tensor, pages: Tensor, slots: tuple[Tensor, Tensor], scale: float) -> tuple[Tensor, Tensor | None]:
-    """Causal attention of one row's chunk over everything the row holds (its own tokens are stored already).
+def chunk_attention(
+    q: Tensor, pages: Tensor, slots: tuple[Tensor, Tensor], scale: float, starts: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Causal attention of one row's chunk over the row's `slots` (its own tokens are stored already).
 
-    q: `[num_tokens, num_heads, head_dim]`, the last num_tokens of the row's `slots`. Returns out like q, and lse
-    `[num_tokens, num_heads]` where the library gives it (CPU), else None.
+    q: `[num_tokens, num_heads, head_dim]`, the last num_tokens of the slots. starts: index in `slots` of the first one that
+    each token sees, ascending; None where each sees all up to its own. Returns out like q, and lse `[num_tokens, num_heads]`
+    where the library gives it (CPU), else None.
     """
     k, v = gather_kv(pages, slots)
     queries = q.transpose(0, 1).unsqueeze(0)
+    if starts is not None and starts[-1] > 0:
+        return _windowed(queries, k.unsqueeze(0), v.unsqueeze(0), scale, starts)
     if q.device.type == "cpu":
         out, lse = _chunk_cpu(queries, k.unsqueeze(0), v.unsqueeze(0), scale)
         return out.squeeze(0).transpose(0, 1), lse.squeeze(0).transpose(0, 1)
@@ -58,3 +67,33 @@ def _chunk_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, T
         return out, lse
     before, before_lse = flash(q, k[:, :, :history], v[:, :, :history], scale=scale)
     return merge_parts((before, out), (before_lse, lse))
+
+
+def _windowed(q: Tensor, k: Tensor, v: Tensor, scale: float, starts: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+    """Blocks of queries, each over the keys between its first start and its last token, masked.
+
+    q: `[1, num_heads, num_tokens, head_dim]`; k, v: `[1, num_kv_heads, length, head_dim]`. Returns as `chunk_attention`.
+    """
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    count, history = q.shape[2], k.shape[2] - q.shape[2]
+    group = q.shape[1] // k.shape[1]
+    outs: list[Tensor] = []
+    lses: list[Tensor] = []
+    for begin in range(0, count, _BLOCK):
+        end = min(begin + _BLOCK, count)
+        low, high = starts[begin], history + end
+        keys = torch.arange(low, high, device=q.device)
+        first = torch.tensor(starts[begin:end], device=q.device).unsqueeze(1)
+        last = torch.arange(history + begin, high, device=q.device).unsqueeze(1)
+        hidden = (keys < first) | (keys > last)
+        queries, seen, values = q[:, :, begin:end], k[:, :, low:high], v[:, :, low:high]
+        if q.device.type == "cpu":
+            mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, -torch.inf)[None, None]
+            out, lse = flash(queries, seen, values, attn_mask=mask, scale=scale)
+            lses.append(lse)
+        else:
+            seen, values = seen.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+            out = functional.scaled_dot_product_attention(queries, seen, values, attn_mask=~hidden, scale=scale)
+        outs.append(out)
+    merged = torch.cat(outs, 2).squeeze(0).transpose(0, 1)
+    return merged, torch.cat(lses, 2).squeeze(0).transpose(0, 1) if lses else None

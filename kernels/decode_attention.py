@@ -17,19 +17,26 @@ _MOST_RUNS = 8  # past this many runs one gather is cheaper than a product per r
 @dataclass(frozen=True, slots=True)
 class RowPages:
     """The pages that one row reads. runs: (entry, stride, count) of full pages in granules, in logical order, or empty
-    when they are too scattered; full: int64 entries of the full pages; tail: (entry, tokens) of a last page not full."""
+    when they are too scattered; full: int64 entries of the full pages; head, tail: (entry, first slot, slots read) of a first
+    and a last page that are read in part."""
 
     runs: tuple[tuple[int, int, int], ...]
     full: Tensor
-    tail: tuple[int, int] | None
+    tail: tuple[int, int, int] | None
+    head: tuple[int, int, int] | None = None
 
 
-def plan_row(entries: Tensor, length: int, page_size: int) -> RowPages:
-    """Find the runs of a row. entries: int32 host tensor, the row's table; length: tokens held."""
+def plan_row(entries: Tensor, length: int, page_size: int, start: int = 0) -> RowPages:
+    """Find the runs of a row. entries: int32 host tensor, the row's table; length: slots held; start: first one to read."""
+    first, skip = divmod(start, page_size)
     num_full, rest = divmod(length, page_size)
-    full = entries[:num_full].to(torch.int64)
-    tail = (int(entries[num_full]), rest) if rest else None
-    return RowPages(_runs(full), full, tail)
+    head = None
+    if skip and first < num_full:
+        head = (int(entries[first]), skip, page_size - skip)
+        first, skip = first + 1, 0
+    full = entries[first:num_full].to(torch.int64)
+    tail = (int(entries[num_full]), skip, rest - skip) if rest else None
+    return RowPages(_runs(full), full, tail, head)
 
 
 def _runs(full: Tensor) -> tuple[tuple[int, int, int], ...]:
@@ -50,7 +57,7 @@ def _runs(full: Tensor) -> tuple[tuple[int, int, int], ...]:
 
 
 def decode_attention(q: Tensor, pages: Tensor, rows: tuple[RowPages, ...], scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of one query token a row over all that the row holds.
+    """Attention of one query token a row over the slots of its plan.
 
     q: `[num_rows, num_heads, head_dim]`. Returns out like q and lse `[num_rows, num_heads]` (float32, or float64 for it).
     """
@@ -82,11 +89,13 @@ def _decode_row(q: Tensor, pages: Tensor, row: RowPages, scale: float) -> tuple[
     group = grouped.shape[1]
     segments = [segment.to(q.dtype) for segment in _segments(pages, row)]
     num_full = len(row.full)
-    tail = pages[row.tail[0], :, :, : row.tail[1]].to(q.dtype) if row.tail else None
-    length = num_full * page_size + (row.tail[1] if row.tail else 0)
+    head_part, tail = (_part(pages, place, q.dtype) for place in (row.head, row.tail))
+    begin = row.head[2] if row.head else 0
+    end = begin + num_full * page_size
+    length = end + (row.tail[2] if row.tail else 0)
 
     scores = torch.empty(num_kv_heads, group, length, dtype=q.dtype, device=q.device)
-    paged = scores[..., : num_full * page_size].view(num_kv_heads, group, num_full, page_size)
+    paged = scores[..., begin:end].view(num_kv_heads, group, num_full, page_size)
     start = 0
     for segment in segments:
         count = len(segment)
@@ -94,19 +103,29 @@ def _decode_row(q: Tensor, pages: Tensor, row: RowPages, scale: float) -> tuple[
             product = torch.bmm(grouped[head].expand(count, group, head_dim), segment[:, head, 0].transpose(1, 2))
             paged[head, :, start : start + count] = product.transpose(0, 1)
         start += count
+    if head_part is not None:
+        scores[..., :begin] = torch.bmm(grouped, head_part[:, 0].transpose(1, 2))
     if tail is not None:
-        scores[..., num_full * page_size :] = torch.bmm(grouped, tail[:, 0].transpose(1, 2))
+        scores[..., end:] = torch.bmm(grouped, tail[:, 0].transpose(1, 2))
 
     lse = torch.logsumexp(scores.mul_(scale), dim=-1)
     weights = scores.sub_(lse.unsqueeze(-1)).exp_()
-    out = _weigh(weights, segments, tail)
+    out = _weigh(weights, head_part, segments, tail)
     return out.reshape(-1, head_dim), lse.reshape(-1)
 
 
-def _weigh(weights: Tensor, segments: list[Tensor], tail: Tensor | None) -> Tensor:
-    """Sum of values: weights `[num_kv_heads, group, length]`; pages are added in logical order."""
+def _part(pages: Tensor, place: tuple[int, int, int] | None, dtype: torch.dtype) -> Tensor | None:
+    """`[num_kv_heads, 2, slots, head_dim]` of a page that is read in part."""
+    if place is None:
+        return None
+    entry, first, count = place
+    return pages[entry, :, :, first : first + count].to(dtype)
+
+
+def _weigh(weights: Tensor, head_part: Tensor | None, segments: list[Tensor], tail: Tensor | None) -> Tensor:
+    """Sum of values: weights `[num_kv_heads, group, length]`; full pages are added in logical order, then the parts."""
     num_kv_heads, group, _ = weights.shape
-    start = 0
+    start = begin = 0 if head_part is None else head_part.shape[2]
     heads: list[list[Tensor]] = [[] for _ in range(num_kv_heads)]
     for segment in segments:
         count, page_size = segment.shape[0], segment.shape[3]
@@ -117,9 +136,10 @@ def _weigh(weights: Tensor, segments: list[Tensor], tail: Tensor | None) -> Tens
         start = stop
     sums = [torch.cat(parts).sum(0) for parts in heads if parts]
     out = torch.stack(sums) if sums else None
-    if tail is not None:
-        last = torch.bmm(weights[..., start:], tail[:, 1])
-        out = last if out is None else out + last
+    for edge, weight in ((head_part, weights[..., :begin]), (tail, weights[..., start:])):
+        if edge is not None:
+            summed = torch.bmm(weight, edge[:, 1])
+            out = summed if out is None else out + summed
     if out is None:
         raise ValueError("a row without tokens has nothing to attend to")
     return out

@@ -41,3 +41,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Te
             lse[token, head] = top + math.log(float(weights.sum()))
             out[token, head] = (weights / weights.sum()) @ v[:visible, head // group].double()
     return out, lse
+
+
+def move_units(arena: Tensor, unit_bytes: int, granule: int, source: Sequence[int], target: Sequence[int]) -> None:
+    """Copy units of plain bytes, one after another. arena: uint8; source, target: granules."""
+    for old, new in zip(source, target, strict=True):
+        unit = arena[old * granule : old * granule + unit_bytes].clone()
+        arena[new * granule : new * granule + unit_bytes] = unit

@@ -1,7 +1,7 @@
 """Decode attention on a GPU: one query token a row, keys split over programs, merged in order.
 
-A row's split depends on its own length alone, and parts are merged in logical order without atomics, so a row's result does
-not depend on the rest of the batch.
+A row's split depends on how many slots it reads alone, and parts are merged in logical order without atomics, so a row's
+result does not depend on the rest of the batch.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -29,19 +29,28 @@ def _split_of(length, SPLIT: tl.constexpr, MOST_SPLITS: tl.constexpr, BLOCK: tl.
 
 
 @triton.jit
+def _visible(length, starts_ptr, row, WINDOWED: tl.constexpr):
+    """Slots that the row reads: the last ones of its `length`."""
+    if WINDOWED:
+        length = length - tl.load(starts_ptr + row)
+    return length
+
+
+@triton.jit
 def _part_kernel(
-    q_ptr, pages_ptr, table_ptr, rows_ptr, lens_ptr, part_ptr, part_lse_ptr, scale,
+    q_ptr, pages_ptr, table_ptr, rows_ptr, lens_ptr, starts_ptr, part_ptr, part_lse_ptr, scale,
     q_row_stride, q_head_stride, page_stride, table_stride, num_heads,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    SPLIT: tl.constexpr, MOST_SPLITS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr, MOST_SPLITS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """One row, one KV head, one split: its part of out (float32, normalised) and its log-sum-exp."""
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lens_ptr + row)
-    count, size = _split_of(length, SPLIT, MOST_SPLITS, BLOCK)
+    visible = _visible(length, starts_ptr, row, WINDOWED)
+    count, size = _split_of(visible, SPLIT, MOST_SPLITS, BLOCK)
     if split >= count:
         return
-    start = split * size
+    start = length - visible + split * size
     stop = tl.minimum(start + size, length)
 
     member = tl.arange(0, GROUP_PAD)
@@ -79,13 +88,13 @@ def _part_kernel(
 
 @triton.jit
 def _merge_kernel(
-    part_ptr, part_lse_ptr, lens_ptr, out_ptr, lse_ptr, num_heads,
+    part_ptr, part_lse_ptr, lens_ptr, starts_ptr, out_ptr, lse_ptr, num_heads,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    SPLIT: tl.constexpr, MOST_SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr, MOST_SPLITS: tl.constexpr, BLOCK: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """One row, one head: its parts in logical order."""
     row, head = tl.program_id(0), tl.program_id(1)
-    count, _ = _split_of(tl.load(lens_ptr + row), SPLIT, MOST_SPLITS, BLOCK)
+    count, _ = _split_of(_visible(tl.load(lens_ptr + row), starts_ptr, row, WINDOWED), SPLIT, MOST_SPLITS, BLOCK)
     line = row.to(tl.int64) * num_heads + head
     dim = tl.arange(0, DIM_PAD)
     top = float("-inf")
@@ -106,12 +115,20 @@ def _merge_kernel(
 
 
 def split_decode(
-    q: Tensor, pages: Tensor, table: Tensor, rows: Tensor, lens: Tensor, max_len: int, scale: float
+    q: Tensor,
+    pages: Tensor,
+    table: Tensor,
+    rows: Tensor,
+    lens: Tensor,
+    max_len: int,
+    scale: float,
+    starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of one query token a row over all that the row holds.
+    """Attention of one query token a row over all that the row holds, or from its slot `starts` on.
 
     q: `[num_rows, num_heads, head_dim]`, half precision or float32, last dim contiguous. table: int32 `[max_rows,
-    max_pages]`. rows: int64 `[num_rows]`. lens: int32 `[num_rows]`, at least 1. max_len: a host bound on lens.
+    max_pages]`. rows: int64 `[num_rows]`. lens: int32 `[num_rows]`, at least 1. starts: int32 `[num_rows]`, below lens.
+    max_len: a host bound on lens - starts.
     Returns out like q and lse `[num_rows, num_heads]` float32.
     """
     num_rows, num_heads, head_dim = q.shape
@@ -125,13 +142,13 @@ def split_decode(
     lse = torch.empty(num_rows, num_heads, dtype=torch.float32, device=q.device)
     precision = "ieee" if q.dtype == torch.float32 else "tf32"
     _part_kernel[(num_rows, num_kv_heads, splits)](
-        q, pages, table, rows, lens, parts, part_lse, scale,
+        q, pages, table, rows, lens, starts, parts, part_lse, scale,
         q.stride(0), q.stride(1), pages.stride(0), table.stride(0), num_heads,
         GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)), PAGE=page_size, DIM=head_dim, DIM_PAD=dim_pad,
-        SPLIT=SPLIT, MOST_SPLITS=MOST_SPLITS, BLOCK=BLOCK, PRECISION=precision,
+        SPLIT=SPLIT, MOST_SPLITS=MOST_SPLITS, BLOCK=BLOCK, PRECISION=precision, WINDOWED=starts is not None,
     )  # fmt: skip
     _merge_kernel[(num_rows, num_heads)](
-        parts, part_lse, lens, out, lse, num_heads,
-        DIM=head_dim, DIM_PAD=dim_pad, SPLIT=SPLIT, MOST_SPLITS=MOST_SPLITS, BLOCK=BLOCK,
+        parts, part_lse, lens, starts, out, lse, num_heads,
+        DIM=head_dim, DIM_PAD=dim_pad, SPLIT=SPLIT, MOST_SPLITS=MOST_SPLITS, BLOCK=BLOCK, WINDOWED=starts is not None,
     )  # fmt: skip
     return out, lse

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from math import gcd
 
 from agentkv.engine.cache.chain import ChainCache
-from agentkv.engine.cache.extents import ExtentPool
+from agentkv.engine.cache.intervals import size
+from agentkv.engine.cache.pools import KVPools, Pieces
 from agentkv.engine.cache.radix import RadixCache
+from agentkv.engine.cache.state import KVState
+from agentkv.engine.cache.tiers import WarmTier
 from agentkv.engine.core import Status
 from agentkv.engine.preempt import Tally
 from agentkv.engine.scheduler import Scheduler
+from agentkv.engine.units import NOTHING, Units
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +24,10 @@ class EngineStats:
     """Where the arena's units are; free + active + parked + chains + checkpoints + radix = total.
 
     A unit held by several is counted for the first of: active (running and finished sequences), parked (preempted ones),
-    chains, checkpoints, radix. waiting: sequences by priority; preempted: those of them that have run before.
+    chains, checkpoints, radix. Where groups have units of different sizes, all counts are in the largest size that divides
+    them. waiting: sequences by priority; preempted: those of them that have run before. fragmented: bytes by unit class that
+    are free but that the class cannot have without moves; moved_bytes: what moves have copied so far. warm_bytes: copies in
+    host memory; demotions, restores: how many were made and used so far.
     """
 
     unit_bytes: int
@@ -36,6 +44,11 @@ class EngineStats:
     waiting_by_priority: Mapping[int, int]
     preempted: int
     tally: Tally
+    fragmented: dict[str, int]
+    moved_bytes: int
+    warm_bytes: int
+    demotions: int
+    restores: int
 
     @property
     def waiting(self) -> int:
@@ -49,37 +62,47 @@ class EngineStats:
         return {name: getattr(self, name) * self.unit_bytes for name in names}
 
 
-def measure(pool: ExtentPool, radix: RadixCache, chains: ChainCache, scheduler: Scheduler) -> EngineStats:
+def measure(pools: KVPools, radix: RadixCache, chains: ChainCache, scheduler: Scheduler, tier: WarmTier) -> EngineStats:
     """Count every unit once."""
-    seen: set[int] = set()
+    seen: list[set[int]] = [set() for _ in pools.pools]
+    unit = gcd(*(pool.cls.unit_bytes for pool in pools.pools))
 
-    def fresh(units: Iterable[int]) -> int:
-        before = len(seen)
-        seen.update(units)
-        return len(seen) - before
+    def fresh(held: Iterable[Pieces]) -> int:
+        before = [len(each) for each in seen]
+        for pieces in held:
+            for pool, units, slices in zip(pools.pools, seen, pieces, strict=True):
+                units.update(pool.units_of(slices))
+        added = (len(units) - count for units, count in zip(seen, before, strict=True))
+        return sum(count * pool.cls.unit_bytes for count, pool in zip(added, pools.pools, strict=True)) // unit
 
     every = list(chains.chains.values())
-    active = [seq.state for seq in (*scheduler.running, *scheduler.finished) if seq.state is not None]
-    parked = [seq.state for seq in scheduler.waiting if seq.state is not None]
+    active = [seq.state.slices for seq in (*scheduler.running, *scheduler.finished) if seq.state is not None]
+    parked = [seq.state.slices for seq in scheduler.waiting if seq.state is not None]
+    total = (pools.arena.used_bytes + pools.arena.free_bytes) // unit
     return EngineStats(
-        unit_bytes=pool.cls.unit_bytes,
-        total=pool.total_units,
-        free=pool.free_units,
-        active=fresh(unit for state in active for unit in state.units),
-        parked=fresh(unit for state in parked for unit in state.units),
-        chains=fresh(unit for chain in every if chain.state is not None for unit in chain.state.units),
-        checkpoints=fresh(unit for chain in every for point in chain.checkpoints for unit in point.state.units),
-        radix=fresh(pool.units_of(radix.slices())),
-        reserved=scheduler.reserved_units,
+        unit_bytes=unit,
+        total=total,
+        free=total - pools.arena.used_bytes // unit,
+        active=fresh(active),
+        parked=fresh(parked),
+        chains=fresh(chain.state.slices for chain in every if chain.state is not None),
+        checkpoints=fresh(point.state.slices for chain in every for point in chain.checkpoints),
+        radix=fresh(radix.slices()),
+        reserved=pools.bytes(scheduler.reserved_units) // unit,
         rows=len(scheduler.running),
         finished=len(scheduler.finished),
         waiting_by_priority=Counter(seq.request.priority for seq in scheduler.waiting),
         preempted=sum(seq.preemptions > 0 for seq in scheduler.waiting),
         tally=replace(scheduler.tally),
+        fragmented={cls.name: pools.arena.fragmented_bytes(cls) for cls in list(pools.arena.shelves)},
+        moved_bytes=pools.arena.moved_bytes,
+        warm_bytes=tier.used_bytes,
+        demotions=tier.demotions,
+        restores=tier.restores,
     )
 
 
-def check(pool: ExtentPool, radix: RadixCache, chains: ChainCache, scheduler: Scheduler) -> None:
+def check(pools: KVPools, radix: RadixCache, chains: ChainCache, scheduler: Scheduler, tier: WarmTier) -> None:
     """Walk every holder and compare with the counts. Raises ArenaError or AssertionError.
 
     Free and referenced units partition the arena; each sequence is in the one queue of its status; rows are held once; what
@@ -87,10 +110,10 @@ def check(pool: ExtentPool, radix: RadixCache, chains: ChainCache, scheduler: Sc
     """
     sequences = list(scheduler.sequences())
     states = [seq.state for seq in sequences if seq.state is not None]
-    held = [part for chain in chains.chains.values() for part in chain.slices()]
-    held += [part for state in states for part in state.slices]
-    pool.check(held, radix.slices())
+    held = [pieces for chain in chains.chains.values() for pieces in chain.slices()]
+    pools.check([*held, *(state.slices for state in states)], radix.slices())
     radix.check()
+    tier.check()
     for status, queue in (
         (Status.WAITING, scheduler.waiting),
         (Status.RUNNING, scheduler.running),
@@ -104,17 +127,32 @@ def check(pool: ExtentPool, radix: RadixCache, chains: ChainCache, scheduler: Sc
     for seq in sequences:
         assert (seq.state is not None) is (seq.status is not Status.WAITING or seq.parked)
         assert (seq.row is None) is (seq.status is not Status.RUNNING)
-        assert seq.reserved_units >= 0
-        assert seq.status is Status.RUNNING or seq.reserved_units == 0
+        assert NOTHING.within(seq.reserved_units)
+        assert seq.status is Status.RUNNING or not seq.reserved_units
     needed = [seq.state for seq in (*scheduler.running, *scheduler.finished) if seq.state is not None]
-    assert scheduler.oracle.held_units(needed) + scheduler.reserved_units <= pool.total_units
-    assert scheduler.reserved_units <= pool.free_units
+    assert scheduler.oracle.has_room(needed, scheduler.reserved_units)
+    assert scheduler.reserved_units.within(Units.of(pools.arena.claimed(pool.cls) for pool in pools.pools))
     assert sum(seq.guaranteed for seq in scheduler.running) <= 1
-    for state in (*states, *(chain.state for chain in chains.chains.values() if chain.state is not None)):
-        assert len(state.units) == pool.pages(state.length)
-        assert state.units == list(pool.units_of(state.slices))
+    for state in (*states, *(holder for chain in chains.chains.values() for holder in chain.holders())):
+        _check_state(state)
     for name, chain in chains.chains.items():
         assert chain.chain_id == name
         assert chain.active is None or chain.active in sequences
+        assert chain.warm is None or (chain.state is None and (chain.warm.parts is None or tier.holds(chain.warm)))
         assert chain.state is None or chain.state.logical_length < len(chain.token_ids)
         assert all(point.length <= len(chain.token_ids) for point in chain.checkpoints)
+
+
+def _check_state(state: KVState) -> None:
+    """Its slots are where its tokens say, and every window that may be needed is whole."""
+    assert state.length == size(state.runs)
+    assert state.usable(state.logical_length) == state.logical_length
+    for holding in state.holdings:
+        pool = holding.pool
+        assert holding.length == holding.start + size(holding.runs)
+        assert holding.start % pool.page_size == 0
+        assert holding.units == list(pool.units_of(holding.slices))
+        assert len(holding.units) == pool.pages(holding.length) - holding.first_page
+        held = [(max(start, holding.floor), end) for start, end in state.runs if end > holding.floor]
+        assert holding.runs == held
+        assert pool.window is not None or (holding.start, holding.floor) == (0, 0)

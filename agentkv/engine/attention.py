@@ -51,15 +51,18 @@ def _attend_decodes(q: Tensor, part: Part, scale: float) -> Attended:
         return Attended(*decode_attention(q, part.payload.pages, table.decode_plan, scale))
     from agentkv.kernels.split_decode import split_decode  # needs triton, which a CPU-only platform may lack
 
-    return Attended(*split_decode(q, part.payload.pages, table.entries, table.rows, table.lens, max(table.host_lens), scale))
+    most = max(length - first for length, first in zip(table.host_lens, table.first_slots, strict=True))
+    rows = (table.entries, table.rows, table.lens)
+    return Attended(*split_decode(q, part.payload.pages, *rows, most, scale, table.starts))
 
 
 def _attend_chunks(q: Tensor, part: Part, batch: DeviceBatch, scale: float) -> Attended:
     """Row by row: a chunk is long enough to fill the device by itself."""
     out = torch.empty_like(q)
     lses: list[Tensor | None] = []
-    for span, slots in zip(batch.rows, part.table.chunk_plan, strict=True):
-        out[span.start : span.end], lse = chunk_attention(q[span.start : span.end], part.payload.pages, slots, scale)
+    for span, slots, starts in zip(batch.rows, part.table.chunk_plan, part.table.chunk_starts, strict=True):
+        chunk = q[span.start : span.end]
+        out[span.start : span.end], lse = chunk_attention(chunk, part.payload.pages, slots, scale, starts)
         lses.append(lse)
     known = [lse for lse in lses if lse is not None]
     return Attended(out, torch.cat(known) if len(known) == len(lses) else None)

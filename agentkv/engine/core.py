@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from math import inf
-from typing import TYPE_CHECKING, Any, Protocol
+from math import inf, prod
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from agentkv.engine.units import NOTHING, Units
 from agentkv.types import FinishReason, Interval, Miss, Sampling
 
 if TYPE_CHECKING:
@@ -25,14 +26,27 @@ GRANULE = 256
 
 
 @dataclass(frozen=True, slots=True)
-class KVLayout:
-    """Shape of one KV group. A stripe is one page of all its layers: [layer][kv head][K,V][token][dim]."""
+class KVGroup:
+    """Layers whose KV has one shape, lifetime and page size. A sequence has one page table for each group of the model.
 
-    num_layers: int
+    A stripe is one page of all the group's layers: [layer][kv head][K,V][token][dim]. layers: their numbers in the model.
+    window: a token sees itself and `window - 1` tokens before it, and pages further back are freed; None sees everything.
+    slack: tokens kept beyond the window, so that a few can be taken back (a stop string, a draft that was not accepted) and
+    what is left still has a whole window.
+    """
+
+    layers: tuple[int, ...]
     num_kv_heads: int
     head_dim: int
     itemsize: int
     page_size: int
+    window: int | None = None
+    slack: int = 32
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers."""
+        return len(self.layers)
 
     @property
     def stripe_bytes(self) -> int:
@@ -47,8 +61,41 @@ class KVLayout:
 
 
 @dataclass(frozen=True, slots=True)
+class StateGroup:
+    """State that a method keeps for each slot: pages of [token][item], one beside each page of KV, in a table of their own.
+
+    It is a group like those of KV, so it is appended, pruned, shared, cut, moved, sent to tiers and counted like them. An item
+    is `shape` elements of `dtype`, of `itemsize` bytes; it is written when its slot is, and never again (others may share it).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    page_size: int
+    layers: tuple[int, ...] = ()
+    window: int | None = None
+    slack: int = 0
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one slot's item."""
+        return prod(self.shape) * self.itemsize
+
+    @property
+    def stripe_bytes(self) -> int:
+        """Bytes of one page, rounded up to whole granules."""
+        return -(-self.page_size * self.token_bytes // GRANULE) * GRANULE
+
+
+Group = KVGroup | StateGroup
+"""What a sequence has one page table of."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Sizes of the engine. memory: bytes of the KV arena; window: most logical tokens of a sequence.
+    """Sizes of the engine. memory: bytes of the KV arena; window: most logical tokens of a sequence; warm_memory: most bytes
+    of host memory for the KV of idle chains, 0 for none.
 
     patience: steps that a waiting request may be passed over before it is owed service (see `queue.WaitingQueue`).
     step_timeout: seconds after which a step is taken for lost (see `worker.EngineWorker`).
@@ -62,6 +109,7 @@ class EngineConfig:
     checkpoints: int = 2
     patience: int = 256
     step_timeout: float = 300.0
+    warm_memory: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +179,10 @@ class Status(Enum):
 class Sequence:
     """One request in the engine. `token_ids[:num_forwarded]` have KV (or had, before a prune).
 
-    table_from: pages of the state from this index on are not yet in the row's page table. reserved_units: units that it may
-    still take. kept_ids: the generated ids to commit where a stop string ended it (None: all that were generated).
+    table_from: by group, pages of the state from this index on are not yet in the row's page table. reserved_units: units that
+    it may still take; peak_units: most that this can be. shared_until: tokens that it begins with like somebody before it whose
+    windows are gone; what it holds of them is cached when they are forwarded, 0 for nothing. kept_ids: the generated ids to
+    commit where a stop string ended it (None: all that were generated).
     history: None where nothing is penalised. allowed: None where every token may come next.
 
     deadline: on the engine's clock. passed_over: steps in which others went first. guaranteed: it was owed service and runs
@@ -150,8 +200,10 @@ class Sequence:
     status: Status = Status.WAITING
     row: int | None = None
     state: KVState | None = None
-    table_from: int = 0
-    reserved_units: int = 0
+    table_from: list[int] = field(default_factory=list)
+    reserved_units: Units = NOTHING
+    peak_units: Units = NOTHING
+    shared_until: int = 0
     num_cached_tokens: int = 0
     num_prefilled_tokens: int = 0
     pending_edits: list[Edit] = field(default_factory=list)
@@ -165,7 +217,7 @@ class Sequence:
     deadline: float = inf
     passed_over: int = 0
     guaranteed: bool = False
-    wanted_units: int = 0
+    wanted_units: Units = NOTHING
     preemptions: int = 0
     computed: int = 0
     paid: int = 0
@@ -208,10 +260,21 @@ Drawn = tuple[Sequence, int | None, TokenScore | None]
 """A sequence that a step touched, its new token, and what was said of it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """A row's tokens in a window group. slot: where the first of them enters (a prune behind the window moves nothing here, so
+    it may differ from the other groups'). first: for each of the tokens the slot of the oldest one that it sees."""
+
+    slot: int
+    first: tuple[int, ...]
+
+
 @dataclass(slots=True)
 class RowWork:
     """One row of a batch: `tokens` enter at logical `position` and physical `slot` of the row's pages.
 
+    reaches: by group, None for those that see everything and where `slot` is the place; () where every group holds every token
+    and none was pruned.
     sample: draw a token after the last one; `step` numbers the draw (with `seed` it fixes the random stream).
     history: needed where the sampling is penalised. score: what the runner says of the token where logprobs are asked for.
     allowed: gives the checked mask of this draw, None for a row whose token will not count; see `Mask`.
@@ -229,20 +292,47 @@ class RowWork:
     history: History | None = None
     score: TokenScore | None = None
     allowed: Callable[[], memoryview | None] | None = None
+    reaches: tuple[Reach | None, ...] = ()
+
+    def slot_in(self, group: int) -> int:
+        """Where the first token enters in the group."""
+        reach = self.reaches[group] if self.reaches else None
+        return self.slot if reach is None else reach.slot
+
+
+Slot = tuple[int, int]
+"""(unit offset in granules, slot inside the page)."""
+
+
+class Moves(NamedTuple):
+    """Slots of one group to copy by one `Runner.move_slots`."""
+
+    source: list[Slot]
+    target: list[Slot]
+    group: int = 0
+
+
+class TableUpdate(NamedTuple):
+    """Units (offsets in granules) of a row's pages in one group, from page index `first` on. Pages are counted from the
+    first slot there ever was, so that an entry stays where it is when pages before it are freed."""
+
+    row: int
+    first: int
+    units: list[int]
+    group: int = 0
 
 
 @dataclass(slots=True)
 class Batch:
     """One step: decodes first, then prefill chunks.
 
-    moves: source and target slots to copy before anything else, each pair by one `Runner.move_slots`, in order (the LLM does
-    it). table_updates: (row, first page index, units) to write into the device's page table before the forward pass. Units
-    are int offsets in granules.
+    moves: to carry out before anything else, in order (the LLM does it). table_updates: to write into the device's page
+    tables before the forward pass.
     """
 
     rows: list[RowWork]
-    table_updates: list[tuple[int, int, list[int]]] = field(default_factory=list)
-    moves: list[tuple[list[Slot], list[Slot]]] = field(default_factory=list)
+    table_updates: list[TableUpdate] = field(default_factory=list)
+    moves: list[Moves] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -250,14 +340,10 @@ class Batch:
         return sum(len(work.tokens) for work in self.rows)
 
 
-Slot = tuple[int, int]
-"""(unit offset in granules, slot inside the page)."""
-
-
 class Runner(Protocol):
     """The device side. The engine's host logic talks to it only through this, so it can be tested without torch."""
 
-    layout: KVLayout
+    groups: tuple[Group, ...]
     num_granules: int
     vocab_size: int
 
@@ -265,11 +351,26 @@ class Runner(Protocol):
         """Forward the batch; for each row the sampled token id, None where `sample` is False, -1 where a mask allows none."""
         ...
 
-    def move_slots(self, source: list[Slot], target: list[Slot]) -> None:
-        """Copy K and V of all layers from slot to slot (compaction, copy-on-write of a page).
+    def move_slots(self, source: list[Slot], target: list[Slot], group: int = 0) -> None:
+        """Copy K and V of all the group's layers from slot to slot (compaction, copy-on-write of a page).
 
         The sets may overlap: as if every source were read before a target is written.
         """
+        ...
+
+    def move_units(self, unit_bytes: int, source: list[int], target: list[int]) -> None:
+        """Copy whole units from granule to granule, in order (defragmentation).
+
+        Sources ascend and no target overlaps a source that comes later; a target may overlap its own source.
+        """
+        ...
+
+    def read_units(self, unit_bytes: int, units: list[int]) -> memoryview:
+        """The bytes of units, one after another, in host memory that nobody else writes (demotion to the warm tier)."""
+        ...
+
+    def write_units(self, unit_bytes: int, units: list[int], data: memoryview) -> None:
+        """Put such bytes into units, bit for bit."""
         ...
 
 
@@ -287,7 +388,8 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class ChainInfo:
-    """What is held for a chain. bytes_unique return to the pool when the chain is closed."""
+    """What is held for a chain. bytes_unique return to the pool when the chain is closed. warm_tokens: slots of its copy in
+    host memory."""
 
     chain_id: str
     logical_length: int
@@ -296,3 +398,4 @@ class ChainInfo:
     bytes_unique: int
     busy: bool
     checkpoints: tuple[int, ...]
+    warm_tokens: int = 0

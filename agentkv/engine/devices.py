@@ -41,6 +41,12 @@ def _group_limit() -> int:
     return 1 << 62
 
 
+def free_host_memory() -> int:
+    """Bytes of the machine's own memory that can be allocated now."""
+    pages = os.sysconf("SC_AVPHYS_PAGES") if "SC_AVPHYS_PAGES" in os.sysconf_names else 0
+    return pages * os.sysconf("SC_PAGE_SIZE") or 4 << 30
+
+
 def usable_device(name: str) -> str:
     """The device of that name, 'auto' resolved; one that this torch cannot use is a BadRequest."""
     if name == "auto":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,12 @@ from torch import Tensor
 
 from agentkv.errors import BadModel
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "gemma3": "Gemma3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 """`general.architecture` -> the architecture of the same decoder in a config.json."""
 
 _OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
@@ -34,7 +41,26 @@ _INNER = {
 _FACTORS = "rope_freqs.weight"  # what the rotary frequencies are divided by: Llama 3's scaling, worked out
 _DERIVED = ".attn_rot_embd.weight"  # old files' rotary frequencies, which follow from the metadata
 _AGAIN = "Copy or download the file again"
-_OTHER = "Use a file of the llama, qwen2 or qwen3 architecture, or the model's Hugging Face directory"
+_OTHER = f"Use a file of one of the architectures {', '.join(ARCHITECTURES)}, or the model's Hugging Face directory"
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """How the files of an architecture differ from most. inner: names of the modules in a layer. slides: layers have a window,
+    by a pattern. less_one: checkpoints hold a norm's weight less one, files hold what is multiplied with."""
+
+    inner: Mapping[str, str]
+    slides: bool = False
+    less_one: bool = False
+
+
+_PLAIN = _Kind(_INNER)
+_AROUND = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+_KINDS = {"gemma3": _Kind(_INNER | _AROUND, slides=True, less_one=True)}
 
 
 class _Reader(gguf.GGUFReader):
@@ -89,6 +115,7 @@ class GGUFFile:
         if name not in ARCHITECTURES:
             raise BadModel(f"{path.name}: architecture {name!r} is not served", hint=_OTHER)
         self.architecture = str(name)
+        self._kind = _KINDS.get(self.architecture, _PLAIN)
         self._refuse_unserved()
 
     def meta(self, key: str, default: Any = None) -> Any:
@@ -138,6 +165,22 @@ class GGUFFile:
             "attention_bias": self.architecture != "qwen2" and "blk.0.attn_q.bias" in self._tensors,
             "mlp_bias": "blk.0.ffn_gate.bias" in self._tensors,
             "rope_parameters": self._rope(),
+            **(self._windows(layers, hidden // heads, head_dim) if self._kind.slides else {}),
+        }
+
+    def _windows(self, layers: int, share: int, head_dim: int) -> dict[str, Any]:
+        """Which layers slide, with what angles, and the scale of scores, which files leave to their readers.
+
+        share: hidden states over heads, by which the 27B model alone (62 layers) scales, though its heads are of another size.
+        """
+        near = {"rope_type": "default", "rope_theta": self._number("rope.freq_base_swa", 10000.0)}
+        return {
+            "sliding_window": self._whole("attention.sliding_window"),
+            "sliding_window_pattern": self._whole("attention.sliding_window_pattern", 6),
+            "rope_parameters": {"full_attention": self._rope(), "sliding_attention": near},
+            "query_pre_attn_scalar": share if layers == 62 else head_dim,
+            "final_logit_softcapping": self._number("final_logit_softcapping", 0.0),
+            "attn_logit_softcapping": self._number("attn_logit_softcapping", 0.0),
         }
 
     def end_ids(self) -> list[int]:
@@ -147,8 +190,10 @@ class GGUFFile:
 
     def tensor(self, name: str) -> Tensor:
         """One tensor by its Hugging Face name, dequantised, on the CPU in float32."""
-        own = spelled(name)
+        own = spelled(name, self._kind.inner)
         whole = self._values(own)
+        if self._kind.less_one and own.endswith("norm.weight"):
+            return whole - 1
         if self.architecture == "llama" and ".attn_q." in own:
             return self._halves(whole, self._whole("attention.head_count"))
         if self.architecture == "llama" and ".attn_k." in own:
@@ -230,16 +275,18 @@ class GGUFFile:
             raise BadModel(f"{name} is one part of a split file", hint="Join the parts: llama-gguf-split --merge")
         if self._whole("expert_count", 0):
             raise BadModel(f"{name}: experts are not served", hint=_OTHER)
-        window = self._whole("attention.sliding_window", 0)
+        window = 0 if self._kind.slides else self._whole("attention.sliding_window", 0)
         if 0 < window < self._whole("context_length"):
-            raise BadModel(f"{name}: sliding window layers are not served yet", hint="Use a model with full attention")
+            raise BadModel(
+                f"{name}: sliding window layers are not served for {self.architecture}", hint="Use its Hugging Face directory"
+            )
 
 
-def spelled(name: str) -> str:
-    """GGUF's name of a tensor that is named in the Hugging Face way; an unknown one stays as it is."""
+def spelled(name: str, known: Mapping[str, str]) -> str:
+    """GGUF's name of a tensor that is named in the Hugging Face way; an unknown one stays. known: modules in layers."""
     module, _, leaf = name.rpartition(".")
     if module in _OUTER:
         return f"{_OUTER[module]}.{leaf}"
     layers, _, rest = module.partition("layers.")
     block, _, inner = rest.partition(".")
-    return f"blk.{block}.{_INNER[inner]}.{leaf}" if layers == "model." and inner in _INNER else name
+    return f"blk.{block}.{known[inner]}.{leaf}" if layers == "model." and inner in known else name

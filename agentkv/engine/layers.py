@@ -6,14 +6,22 @@ A family's file says how it differs (see `models/`). Nothing here knows the sche
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from agentkv.engine.sparse import Lifecycle
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
+}
+"""What an MLP's gate goes through, by the name that config.json gives it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +40,12 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Shape of a decoder, free of any family's spelling."""
+    """Shape of a decoder, free of any family's spelling.
+
+    window: most logical tokens of a sequence. sliding: by layer, how many tokens a query sees, itself included, None where it
+    sees all; () is None for every layer. local_rope: of the layers that slide, where it is not `rope`. attention_scale: of the
+    scores; None is head_dim ** -0.5.
+    """
 
     architecture: str
     vocab_size: int
@@ -48,6 +61,10 @@ class ModelConfig:
     tied: bool
     attention_bias: bool = False
     mlp_bias: bool = False
+    activation: str = "silu"
+    attention_scale: float | None = None
+    sliding: tuple[int | None, ...] = ()
+    local_rope: RopeConfig | None = None
 
 
 class RMSNorm(nn.Module):
@@ -64,10 +81,10 @@ class RMSNorm(nn.Module):
 
 
 def normalize(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x `[..., size]` divided by its root mean square, times weight (broadcast)."""
+    """x `[..., size]` divided by its root mean square, times weight (broadcast): a product in the weight's dtype."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
+    return (weight * wide.to(weight.dtype)).to(x.dtype)
 
 
 class PackedLinear(nn.Module):
@@ -129,7 +146,7 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = layer
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.scale = config.head_dim**-0.5
+        self.scale = config.attention_scale or config.head_dim**-0.5
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.qkv_proj = PackedLinear(config.hidden_size, (q_size, kv_size, kv_size), qkv_bias or config.attention_bias)
         self.o_proj = PackedLinear(q_size, (config.hidden_size,), config.attention_bias and not qkv_bias)
@@ -159,17 +176,18 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU."""
+    """A gated pair of linear maps: SwiGLU, or with another activation of the gate."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.gate_up_proj = PackedLinear(config.hidden_size, (config.inner_size, config.inner_size), config.mlp_bias)
         self.down_proj = PackedLinear(config.inner_size, (config.hidden_size,), config.mlp_bias)
+        self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
         """Output `[num_tokens, hidden_size]` of normed hidden states x of the same shape."""
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        out: Tensor = self.down_proj(functional.silu(gate) * up)
+        out: Tensor = self.down_proj(self.activation(gate) * up)
         return out
 
 
@@ -196,11 +214,15 @@ class Decoder(nn.Module):
     """A causal language model. Module names are those of the published checkpoints, packed projections apart.
 
     Subclasses are families: qk_norm says whether queries and keys are normed by head; qkv_bias that queries, keys and values
-    have a bias and the output none, whatever the config says.
+    have a bias and the output none, whatever the config says; slides that layers may have a sliding window. defaults: what
+    the family's config.json may leave out, in its own spelling. layer_class: the order of the modules inside a layer.
     """
 
     qk_norm: ClassVar[bool] = False
     qkv_bias: ClassVar[bool] = False
+    slides: ClassVar[bool] = False
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer
     packed: ClassVar[dict[str, tuple[str, ...]]] = {
         "qkv_proj": ("q_proj", "k_proj", "v_proj"),
         "gate_up_proj": ("gate_proj", "up_proj"),
@@ -210,11 +232,12 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        layers = (DecoderLayer(config, layer, self.qk_norm, self.qkv_bias) for layer in range(config.num_layers))
+        layers = (self.layer_class(config, layer, self.qk_norm, self.qkv_bias) for layer in range(config.num_layers))
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.lm_head = None if config.tied else PackedLinear(config.hidden_size, (config.vocab_size,))
         self.rotary = Rotary(config.rope, config.head_dim)
+        self.local_rotary = Rotary(config.local_rope, config.head_dim) if config.local_rope else None
 
     def prepare(self) -> None:
         """Derive what is computed from weights, once they are loaded."""
@@ -224,12 +247,19 @@ class Decoder(nn.Module):
 
     def forward(self, token_ids: Tensor, positions: Tensor, hooks: Lifecycle) -> Tensor:
         """Final hidden states `[num_tokens, hidden_size]` of token_ids and positions, int64 `[num_tokens]`."""
-        hidden: Tensor = self.embed_tokens(token_ids)
-        cos, sin = self.rotary.angles(positions, hidden.dtype)
-        for layer in self.layers:
-            hidden = layer(hidden, cos, sin, hooks)
+        hidden = self.embed(token_ids)
+        far = self.rotary.angles(positions, hidden.dtype)
+        near = self.local_rotary.angles(positions, hidden.dtype) if self.local_rotary else far
+        sliding = self.config.sliding or (None,) * len(self.layers)
+        for layer, window in zip(self.layers, sliding, strict=True):
+            hidden = layer(hidden, *(near if window else far), hooks)
         normed: Tensor = self.norm(hidden)
         return normed
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """What enters the first layer, `[num_tokens, hidden_size]`, of int64 `[num_tokens]`."""
+        embedded: Tensor = self.embed_tokens(token_ids)
+        return embedded
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token `[num_tokens, vocab_size]`, at least float32."""

@@ -9,17 +9,19 @@ from time import monotonic
 from typing import Literal
 
 from agentkv.engine.accounts import EngineStats, check, measure
-from agentkv.engine.cache.arena import Arena, UnitClass
 from agentkv.engine.cache.chain import Chain, ChainCache
-from agentkv.engine.cache.extents import ExtentPool
 from agentkv.engine.cache.intervals import common_prefix, merged, normal_edits, size
+from agentkv.engine.cache.pools import KVPools
 from agentkv.engine.cache.radix import RadixCache
-from agentkv.engine.cache.state import KVState, Moves
+from agentkv.engine.cache.state import KVState
+from agentkv.engine.cache.tiers import WarmTier
 from agentkv.engine.core import Batch, ChainInfo, Drawn, EngineConfig, Request, Runner, Sequence, Status, StepOutput
 from agentkv.engine.demands import check_drawn, check_sampling, equip
+from agentkv.engine.device_memory import DeviceMemory
 from agentkv.engine.oracle import PagedOracle
 from agentkv.engine.output import TextStream, TextTokenizer
 from agentkv.engine.scheduler import Scheduler
+from agentkv.engine.units import NOTHING, Units
 from agentkv.errors import BadRequest, Busy, Cancelled, Capacity, ContextOverflow, EngineFault
 from agentkv.types import Interval, Miss, check_priority, check_timeout
 
@@ -30,7 +32,8 @@ class LLM:
     """One model behind a runner. Not thread-safe: everything is called from one thread, between steps.
 
     tokenizer None: no text and no stop strings. reuse: "radix" shares prefixes between all requests of a salt; "chain" only
-    continues chains (methods whose KV is no function of the token prefix). clock: seconds, for deadlines.
+    continues chains (methods whose KV is no function of the token prefix). fingerprint: what KV depends on beside its tokens.
+    clock: seconds, for deadlines.
 
     A sequence ends FINISHED and keeps its state until `commit` or `abort`; one that faults is closed at once.
     """
@@ -42,6 +45,7 @@ class LLM:
         *,
         tokenizer: TextTokenizer | None = None,
         reuse: Literal["radix", "chain"] = "radix",
+        fingerprint: str = "",
         clock: Callable[[], float] = monotonic,
     ) -> None:
         if config.step_tokens < config.max_rows:
@@ -53,17 +57,20 @@ class LLM:
         self.runner = runner
         self.tokenizer = tokenizer
         tick = count(1).__next__
-        stripe = UnitClass("stripe", runner.layout.stripe_bytes)
-        self.arena = Arena(runner.num_granules)
-        self.pool = ExtentPool(self.arena, stripe, runner.layout.page_size)
-        self.radix = RadixCache(self.pool, tick, enabled=reuse == "radix")
-        self.chains = ChainCache(self.pool, self.radix, tick, config.checkpoints)
-        self.oracle = PagedOracle(self.pool, self.radix, self.chains)
+        self.pools = KVPools.over(runner.num_granules, runner.groups)
+        self.arena = self.pools.arena
+        self.memory = DeviceMemory(runner, lambda: self.scheduler.batch)
+        self.arena.mover = self.memory.move_units
+        self.radix = RadixCache(self.pools, tick, enabled=reuse == "radix")
+        self.tier = WarmTier(self.pools, self.memory, config.warm_memory, fingerprint)
+        self.chains = ChainCache(self.pools, self.radix, tick, config.checkpoints, self.tier)
+        self.oracle = PagedOracle(self.pools, self.radix, self.chains, config.step_tokens)
         self.scheduler = Scheduler(config, self.oracle, self._resume)
         self._clock = clock
         self._ids = count(1)
         self._open: dict[int, Sequence] = {}
         self._streams: dict[int, TextStream] = {}
+        self._lost: list[Drawn] = []
 
     def step(self) -> list[StepOutput]:
         """Forward one batch; what it made for each sequence that got a token or ended.
@@ -71,15 +78,19 @@ class LLM:
         Nothing can run while every free unit is held by finished sequences that were not committed or aborted.
         """
         late = self._expire()
-        batch = self.scheduler.schedule()
+        try:
+            batch = self.scheduler.schedule()
+        except EngineFault as fault:
+            self._lose_all(fault)
+            batch = Batch(rows=[])
         drawn = self._execute(batch)
         touched = self._accept(batch, drawn)
         return late + self._collect(touched)
 
     @property
     def has_work(self) -> bool:
-        """Is a sequence waiting or running?"""
-        return bool(self.scheduler.waiting or self.scheduler.running)
+        """Is a sequence waiting or running, or was one ended that no step has told of yet?"""
+        return bool(self.scheduler.waiting or self.scheduler.running or self._lost)
 
     @property
     def peak_bytes(self) -> int:
@@ -136,12 +147,14 @@ class LLM:
         if seq.state is None:
             raise BadRequest(f"sequence {seq.seq_id} cannot be committed: it is {seq.status.value}")
         ids = seq.token_ids[: seq.num_prompt_tokens] + generated_ids
-        seq.state.cut(min(common_prefix(ids, seq.token_ids), len(ids) - 1))
+        length = min(common_prefix(ids, seq.token_ids), len(ids) - 1, seq.num_forwarded)
         chain = self.chains.chains.get(seq.request.chain_id or "")
+        state = self._cut_out(seq, chain, length)
         if chain is not None:
-            self.chains.advance(chain, ids, seq.state.fork(), seq.request.salt)
+            self.chains.advance(chain, ids, state, seq.request.salt, length)
         else:
-            self.radix.insert(seq.request.salt, ids, seq.state, None)
+            self.radix.insert(seq.request.salt, ids, state, None)
+            state.release()
         self.scheduler.remove(seq)
         self._close(seq)
 
@@ -158,10 +171,15 @@ class LLM:
             return 0, 0
         intervals = merged(intervals)
         freed = self.price(chain_id, intervals)
-        moves = self.chains.prune(chain, intervals, lambda units: self._acquire(units, chain))
+        try:
+            moves = self.chains.prune(chain, intervals, lambda units: self._acquire(units, chain))
+            self.scheduler.settle()
+        except EngineFault as fault:
+            self._lose_all(fault)
+            raise
         self.scheduler.memory_changed()
         try:
-            self._move(moves)
+            self.memory.move_slots(moves)
         except EngineFault:
             self.chains.lose(chain, "reclaimed")  # pages are used again while they are read: nothing can be trusted
             raise
@@ -173,7 +191,7 @@ class LLM:
         if chain is None:
             return 0, 0
         tokens, units = self.chains.price(chain, intervals)
-        return tokens, max(0, units) * self.pool.cls.unit_bytes
+        return tokens, max(0, self.pools.bytes(units))
 
     def fork(self, chain_id: str, new_chain_id: str, length: int) -> None:
         """A new chain that shares the first `length` committed tokens; a busy chain gives its last boundary.
@@ -193,10 +211,13 @@ class LLM:
             self.scheduler.memory_changed()
 
     def suspend(self, chain_id: str) -> None:
-        """Its KV is reclaimed before that of other chains, until the next request."""
+        """Its KV goes to host memory where there is room, and is reclaimed before that of other chains otherwise, until the
+        next request."""
         chain = self.chains.chains.get(chain_id)
         if chain is not None:
             chain.suspended = True
+            if self.chains.demote(chain):
+                self.scheduler.memory_changed()
 
     def drop(self, chain_id: str) -> None:
         """Forget the chain; what other chains and requests share stays. Raises Busy."""
@@ -210,26 +231,26 @@ class LLM:
         chain = self.chains.chains.get(chain_id)
         if chain is None:
             return None
-        unit = self.pool.cls.unit_bytes
         return ChainInfo(
             chain_id=chain_id,
             logical_length=len(chain.token_ids),
             resident_tokens=chain.state.length if chain.state is not None else 0,
-            bytes_held=len(set(self.pool.units_of(chain.slices()))) * unit,
-            bytes_unique=self.chains.unique_units(chain) * unit,
+            bytes_held=self.pools.bytes(self.pools.distinct(chain.slices())),
+            bytes_unique=self.pools.bytes(self.chains.unique_units(chain)),
             busy=chain.active is not None,
             checkpoints=tuple(checkpoint.length for checkpoint in chain.checkpoints),
+            warm_tokens=chain.warm.length if chain.warm is not None and not chain.warm.lost else 0,
         )
 
     # -- accounts
 
     def stats(self) -> EngineStats:
         """Where the memory is. Walks every table: for metrics, not for every step."""
-        return measure(self.pool, self.radix, self.chains, self.scheduler)
+        return measure(self.pools, self.radix, self.chains, self.scheduler, self.tier)
 
     def check(self) -> None:
         """Integrity of every account, found by walking all holders. Raises ArenaError or AssertionError."""
-        check(self.pool, self.radix, self.chains, self.scheduler)
+        check(self.pools, self.radix, self.chains, self.scheduler, self.tier)
         queued = {seq.seq_id for seq in self.scheduler.sequences()}
         assert queued == set(self._open)
         assert self.tokenizer is None or queued == set(self._streams)
@@ -251,16 +272,13 @@ class LLM:
             )
 
         def fits(max_tokens: int) -> bool:
-            return self.oracle.cost(None, edits, prompt + max_tokens - 1).peak <= self.pool.total_units
+            return self.oracle.fits(self.oracle.cost(None, edits, prompt + max_tokens - 1).peak)
 
         most = min(wanted or DEFAULT_MAX_TOKENS, window - prompt)
         least = most if wanted is not None else 1
         if not fits(least):
             peak = self.oracle.cost(None, edits, prompt + least - 1).peak
-            raise Capacity(
-                f"{prompt} prompt tokens and {least} to generate need {peak} pages of {self.pool.page_size} tokens; "
-                f"the whole KV memory has {self.pool.total_units}"
-            )
+            raise Capacity(f"{prompt} prompt tokens and {least} to generate need {self.pools.shortfall(peak)}")
         while least < most:
             middle = (least + most + 1) // 2
             least, most = (middle, most) if fits(middle) else (least, middle - 1)
@@ -271,20 +289,31 @@ class LLM:
         request, limit = seq.request, len(seq.token_ids) - 1
         wanted = normal_edits(request.edits, seq.num_prompt_tokens)
         chain = self.chains.chains.get(request.chain_id or "")
+        plain = 0 if fresh else min([limit, *(edit.at - 1 for edit in wanted)])
         most = min(limit, len(request.token_ids) - 1)
-        length, todo = chain.continuation(request, wanted, most) if chain is not None and not fresh else (0, list(wanted))
-        pieces = self.radix.match(request.salt, seq.token_ids, 0 if fresh else min([limit, *(edit.at - 1 for edit in wanted)]))
-        state = KVState.of(self.pool, pieces)
-        if chain is not None and chain.state is not None and length and length >= state.length:
-            state.release()
-            state = chain.state.fork()
+        promised = chain.promise(request, wanted, most) if chain is not None and not fresh else 0
+        if chain is not None and promised > self.radix.match(request.salt, seq.token_ids, plain).length:
+            self.chains.restore(chain, lambda units: units.within(self._acquire(units, chain)))
+            self.scheduler.settle()
+        own = chain.continuation(request, wanted, most) if chain is not None and not fresh else None
+        match = self.radix.match(request.salt, seq.token_ids, plain)
+        if own is not None and own[1] >= match.length:
+            holder, length, todo = own
+            state = holder.fork()
             state.cut(length)
         else:
-            todo = list(wanted)
+            state, todo = KVState.of(self.pools, match.length, match.pieces), list(wanted)
+        seq.shared_until = match.path if match.path > state.logical_length else 0
         seq.state, seq.pending_edits = state, todo
         if not seq.preemptions:
             seq.num_cached_tokens = state.logical_length
             seq.miss = self._miss(seq, chain, fresh)
+
+    def _share(self, seq: Sequence) -> None:
+        """Leave the windows that end here to whoever begins with the same tokens."""
+        assert seq.state is not None
+        self.radix.revive(seq.request.salt, seq.token_ids[: seq.shared_until], seq.state)
+        seq.shared_until = 0
 
     def _miss(self, seq: Sequence, chain: Chain | None, fresh: bool) -> Miss | None:
         reused, limit = seq.num_cached_tokens, seq.num_prompt_tokens - 1
@@ -316,7 +345,7 @@ class LLM:
             return fault
 
     def _on_device(self, batch: Batch) -> list[int | None]:
-        self._move(batch.moves)
+        self.memory.settle()
         try:
             drawn = self.runner.execute(batch)
         except Exception as error:
@@ -327,9 +356,11 @@ class LLM:
 
     def _accept(self, batch: Batch, drawn: list[int | None] | EngineFault) -> list[Drawn]:
         """Append what was drawn; the sequences that got a token or ended."""
-        touched: list[Drawn] = []
+        touched, self._lost = self._lost, []
         for index, work in enumerate(batch.rows):
             seq = self._open[work.seq_id]
+            if seq.num_forwarded == seq.shared_until and not isinstance(drawn, EngineFault):
+                self._share(seq)
             seq.num_prefilled_tokens += max(0, min(len(work.tokens), seq.num_known - work.position))
             if isinstance(drawn, EngineFault):
                 seq.fault = drawn
@@ -384,15 +415,44 @@ class LLM:
             raise Busy(f"chain {chain_id!r} is advanced by a request", retry_after=1.0)
         return chain
 
-    def _acquire(self, units: int, chain: Chain) -> int:
-        short = units - self.scheduler.spare_units()
-        if short > 0:
-            self.oracle.reclaim(short, keep=chain.chain_id)
-        return max(0, self.scheduler.spare_units())
+    def _cut_out(self, seq: Sequence, chain: Chain | None, length: int) -> KVState:
+        """What is held of the first `length` tokens: of the sequence, or of its chain where a window reaches back too far."""
+        assert seq.state is not None
+        holder, kept = seq.state, seq.state.usable(length)
+        if chain is not None and length and not kept:
+            found = chain.usable(min(length, common_prefix(chain.token_ids, seq.token_ids)))
+            if found is not None and chain.salt == seq.request.salt and found[0].same_edits(seq.state, found[1]):
+                holder, kept = found
+        state = holder.fork()
+        state.cut(kept)
+        return state
 
-    def _move(self, moves: list[Moves]) -> None:
-        try:
-            for source, target in moves:
-                self.runner.move_slots(source, target)
-        except Exception as error:
-            raise EngineFault(f"moving KV failed: {type(error).__name__}: {error}") from error
+    def _acquire(self, units: Units, chain: Chain) -> Units:
+        """Claim so many units more than sequences have reserved; what may be used, nothing if they cannot be had."""
+        claimed = self.scheduler.reserved_units + units
+        if not self.oracle.claim(claimed):
+            self.oracle.reclaim(claimed, keep=chain.chain_id)
+            if not self.oracle.claim(claimed):
+                return NOTHING
+        return self.scheduler.spare_units()
+
+    def _lose_all(self, fault: EngineFault) -> None:
+        """Units were moved in the accounts but not on the device: no KV can be trusted. Running sequences end (the next step
+        tells of them), the others and all chains keep their tokens and go on without KV."""
+        for seq in list(self.scheduler.running):
+            seq.fault = fault
+            self.abort(seq)
+            self._lost.append((seq, None, None))
+        for seq in self.scheduler.finished:
+            if seq.state is not None:
+                seq.state.cut(0)
+        for seq in self.scheduler.waiting:  # one that was about to be admitted
+            if seq.state is not None:
+                seq.state.release()
+                seq.state = None
+        for chain in self.chains.chains.values():
+            self.chains.lose(chain, "reclaimed")
+        self.radix.clear()
+        self.scheduler.settle()
+        self.scheduler.batch = Batch(rows=[])
+        self.scheduler.memory_changed()

@@ -1,4 +1,4 @@
-"""Hugging Face directories and GGUF files to a model ready to run. The only place that reads a model's config and weights."""
+"""Hugging Face directories and GGUF files to a model ready to run. The only place that reads a model's weights."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from agentkv.engine import models
 from agentkv.engine.checkpoint import find_gguf
-from agentkv.engine.core import KVLayout
-from agentkv.engine.layers import Decoder, ModelConfig, PackedLinear, RopeConfig
+from agentkv.engine.config import read_config
+from agentkv.engine.core import KVGroup
+from agentkv.engine.layers import Decoder, ModelConfig, PackedLinear
 from agentkv.errors import BadModel
 
 if TYPE_CHECKING:
@@ -54,10 +55,21 @@ class LoadedModel:
         """Bytes of all parameters, a tied embedding once."""
         return sum(each.numel() * each.element_size() for each in self.model.parameters())
 
-    def layout(self, page_size: int) -> KVLayout:
-        """Shape of the model's KV in pages of that many tokens."""
+    def groups(self, page_size: int) -> tuple[KVGroup, ...]:
+        """The model's KV groups in pages of that many tokens: layers that see everything first, then by window."""
         c = self.config
-        return KVLayout(c.num_layers, c.num_kv_heads, c.head_dim, self.dtype.itemsize, page_size)
+        windows = c.sliding or (None,) * c.num_layers
+        return tuple(
+            KVGroup(
+                layers=tuple(layer for layer in range(c.num_layers) if windows[layer] == window),
+                num_kv_heads=c.num_kv_heads,
+                head_dim=c.head_dim,
+                itemsize=self.dtype.itemsize,
+                page_size=page_size,
+                window=window,
+            )
+            for window in sorted(set(windows), key=lambda window: window or 0)
+        )
 
 
 def load_model(path: str | Path, *, device: str | torch.device = "cpu", dtype: str | torch.dtype = "auto") -> LoadedModel:
@@ -124,106 +136,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         raise BadModel(f"{path.name} in {path.parent} is not a JSON object", hint=_AGAIN)
     return loaded
-
-
-def read_config(raw: dict[str, Any]) -> ModelConfig:
-    """A Hugging Face config as ours; BadModel names what is missing or not served."""
-    architecture = _architecture(raw)
-    _refuse_unserved(raw, architecture)
-    try:
-        heads = int(raw["num_attention_heads"])
-        config = ModelConfig(
-            architecture=architecture,
-            vocab_size=int(raw["vocab_size"]),
-            hidden_size=int(raw["hidden_size"]),
-            inner_size=int(raw["intermediate_size"]),
-            num_layers=int(raw["num_hidden_layers"]),
-            num_heads=heads,
-            num_kv_heads=int(raw.get("num_key_value_heads") or heads),
-            head_dim=int(raw.get("head_dim") or int(raw["hidden_size"]) // heads),
-            norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-            rope=_read_rope(raw),
-            window=int(raw["max_position_embeddings"]),
-            tied=bool(raw.get("tie_word_embeddings", False)),
-            attention_bias=bool(raw.get("attention_bias", False)),
-            mlp_bias=bool(raw.get("mlp_bias", False)),
-        )
-    except KeyError as error:
-        raise BadModel(f"config.json lacks {error.args[0]!r}", hint="Restore config.json from the model's publisher") from None
-    except (TypeError, ValueError) as error:
-        raise BadModel(f"config.json has a value of the wrong kind: {error}") from None
-    _check_shape(config)
-    return config
-
-
-def _check_shape(config: ModelConfig) -> None:
-    sizes = (config.vocab_size, config.hidden_size, config.inner_size, config.num_layers, config.num_heads)
-    if min(*sizes, config.num_kv_heads, config.head_dim, config.window) < 1:
-        raise BadModel("config.json has a size below 1")
-    if config.num_heads % config.num_kv_heads or config.head_dim % 2:
-        raise BadModel(
-            f"config.json: {config.num_heads} attention heads over {config.num_kv_heads} KV heads of {config.head_dim}",
-            hint="Heads must divide evenly, and head_dim must be even",
-        )
-    if config.rope.kind == "factors" and len(config.rope.factors) != config.head_dim // 2:
-        raise BadModel(f"{len(config.rope.factors)} rotary factors for heads of {config.head_dim}")
-
-
-def _architecture(raw: dict[str, Any]) -> str:
-    known = ", ".join(models.ARCHITECTURES)
-    named = raw.get("architectures") or []
-    for name in named:
-        if name in models.ARCHITECTURES:
-            return str(name)
-    what = f"architecture {named[0]!r} is not served" if named else "config.json names no architecture"
-    raise BadModel(what, hint=f"Served: {known}")
-
-
-def _refuse_unserved(raw: dict[str, Any], architecture: str) -> None:
-    """Refuse what would be computed wrongly rather than served wrongly."""
-    if raw.get("quantization_config"):
-        raise BadModel("quantized checkpoints are not served", hint="Use the bf16 checkpoint of the model")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise BadModel(f"activation {raw['hidden_act']!r} is not served for {architecture}", hint="Served: silu")
-    if _slides(raw):
-        raise BadModel("sliding window layers are not served yet", hint="Use a checkpoint with full attention")
-
-
-def _slides(raw: dict[str, Any]) -> bool:
-    """Whether a layer really has a sliding window: Qwen's configs also name one that is off, or that begins past the end."""
-    if raw.get("layer_types"):
-        return "sliding_attention" in raw["layer_types"]
-    if not raw.get("use_sliding_window") or raw.get("sliding_window", 0) is None:
-        return False
-    first, count = raw.get("max_window_layers"), raw.get("num_hidden_layers")
-    return not (isinstance(first, int) and isinstance(count, int) and first >= count)
-
-
-def _read_rope(raw: dict[str, Any]) -> RopeConfig:
-    """Rotary settings in either spelling: `rope_parameters`, or `rope_theta` beside `rope_scaling`."""
-    given = {"rope_theta": raw.get("rope_theta", 10000.0)}
-    given |= raw.get("rope_scaling") or {}
-    given |= raw.get("rope_parameters") or {}
-    kind = str(given.get("rope_type", given.get("type", "default")))
-    if kind not in ("default", "linear", "llama3", "factors"):
-        raise BadModel(f"rope scaling {kind!r} is not served", hint="Served: default, linear, llama3")
-    if float(given.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise BadModel("a partial rotary embedding is not served")
-    theta = float(given["rope_theta"])
-    if kind == "default":
-        return RopeConfig(theta)
-    if kind == "linear":
-        return RopeConfig(theta, kind, float(given["factor"]))
-    if kind == "factors":
-        return RopeConfig(theta, kind, factors=tuple(float(each) for each in given["factors"]))
-    return RopeConfig(
-        theta=theta,
-        kind=kind,
-        factor=float(given["factor"]),
-        low_freq_factor=float(given["low_freq_factor"]),
-        high_freq_factor=float(given["high_freq_factor"]),
-        original_window=int(given.get("original_max_position_embeddings") or raw["max_position_embeddings"]),
-    )
 
 
 class _Shards:

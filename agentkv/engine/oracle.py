@@ -7,90 +7,140 @@ from typing import NamedTuple, Protocol
 
 from agentkv.engine.cache.chain import ChainCache
 from agentkv.engine.cache.extents import ExtentPool
+from agentkv.engine.cache.holding import Holding
 from agentkv.engine.cache.intervals import clip, size, subtract
+from agentkv.engine.cache.pools import KVPools
 from agentkv.engine.cache.radix import RadixCache
+from agentkv.engine.cache.reclaim import Goal, Room, reclaim
 from agentkv.engine.cache.state import KVState
 from agentkv.engine.core import Edit
+from agentkv.engine.units import Units
 from agentkv.types import Interval
+
+SLACK = 20
+"""Where somebody with a better claim waits for memory, others start only beside a free twentieth of it."""
 
 
 class Cost(NamedTuple):
-    """Units beyond those a state has now. peak: most at any moment; resident: at the end."""
+    """Units beyond those a state has now. peak: most at any moment; resident: at the end. bound: most that it can be owed
+    later on, when it has let go of pages that it had at the start and needs others in their place."""
 
-    peak: int
-    resident: int
+    peak: Units
+    resident: Units
+    bound: Units
 
 
 class MemoryOracle(Protocol):
-    """What the scheduler knows of memory."""
+    """What the scheduler knows of memory. Amounts are by group: units of one are of no use to another while they are held."""
 
-    @property
-    def total_units(self) -> int:
-        """Units of the whole arena."""
+    def cost(self, state: KVState | None, edits: Sequence[Edit], length: int, *, shared_until: int = 0) -> Cost:
+        """What growing to `length` logical tokens takes, from nothing or from a state, with the edits on the way; where it is
+        shared_until tokens long, others begin to hold what it holds."""
+        ...
+
+    def fits(self, units: Units) -> bool:
+        """Could they be had if nobody held anything?"""
+        ...
+
+    def claim(self, units: Units) -> bool:
+        """Set these free units aside, in place of the last claim; False, and nothing changes, if they cannot be had now.
+        Others' units may move."""
         ...
 
     @property
-    def free_units(self) -> int:
-        """Units that nobody holds."""
+    def compactions(self) -> int:
+        """How often units were moved: tables on the device are out of date when it changes."""
         ...
 
-    def cost(self, state: KVState | None, edits: Sequence[Edit], length: int) -> Cost:
-        """What growing to `length` logical tokens takes, from nothing or from a state, with the edits on the way."""
+    def unclaimed(self, claimed: Units) -> Units:
+        """Free units by group beside these claims."""
         ...
 
-    def held_units(self, states: Iterable[KVState]) -> int:
-        """Different units that these states hold."""
+    def hold(self, on: bool) -> None:
+        """Does what is freed from here on stay where the next claim finds it?"""
         ...
 
-    def reclaim(self, units: int, *, keep: str | None = None) -> int:
-        """Give cached memory back until `units` units have returned; how many did. keep: a chain that is not touched."""
+    def has_room(self, states: Iterable[KVState], claimed: Units) -> bool:
+        """Is there room for what these states hold and for the claims, if everything else is reclaimed?"""
         ...
 
-    def shrink(self, state: KVState, units: int, least: int) -> bool:
-        """Cut a state from its end until `units` units have returned. False: fewer than `least` logical tokens, or none, would
+    def reclaim(self, claimed: Units, *, keep: str | None = None) -> Units:
+        """Give cached memory back until these units can be claimed; what has returned. keep: a chain that is not touched."""
+        ...
+
+    def plenty(self, claimed: Units) -> bool:
+        """Do these claims leave a twentieth of the memory free?"""
+        ...
+
+    def shrink(self, state: KVState, claimed: Units, least: int) -> bool:
+        """Cut a state from its end until these units can be claimed. False: fewer than `least` logical tokens, or none, would
         have been left of it, and it was released."""
         ...
 
 
 class PagedOracle:
-    """`MemoryOracle` over one pool: whatever no running sequence holds can be had back.
+    """`MemoryOracle` over the pools: whatever no running sequence holds can be had back.
 
     Order of reclaim: what only checkpoints hold, suspended chains, the prefix cache, idle chains, all least recently used
-    first; then chains whose sequence waits or runs (it goes on from its own state; only going back would prefill).
+    first (chains go to the warm tier where it takes them); then chains whose sequence waits or runs (it goes on from its own
+    state; only going back would prefill).
+    step_tokens: most tokens of a sequence in one step.
     """
 
-    def __init__(self, pool: ExtentPool, radix: RadixCache, chains: ChainCache) -> None:
-        self.pool = pool
+    def __init__(self, pools: KVPools, radix: RadixCache, chains: ChainCache, step_tokens: int) -> None:
+        self.pools = pools
         self.radix = radix
         self.chains = chains
+        self.step_tokens = step_tokens
 
-    @property
-    def total_units(self) -> int:
-        """Units of the whole arena."""
-        return self.pool.total_units
+    def cost(self, state: KVState | None, edits: Sequence[Edit], length: int, *, shared_until: int = 0) -> Cost:
+        """See MemoryOracle. Exact for full groups, up to the copy of a shared last page, which is always counted."""
+        costs = []
+        for pool in self.pools.pools:
+            forecast = _Forecast(pool, state.holdings[pool.group] if state else Holding(pool), state)
+            for edit in edits:
+                forecast.grow(edit.at - 1)
+                forecast.remove(edit.removed)
+            forecast.grow(length)
+            peak = most = forecast.peak
+            if pool.window is not None:  # a compaction has a page more than its window; what is shared later is not used again
+                reach = pool.pages(pool.page_size - 1 + pool.window - 1 + pool.slack + self.step_tokens)
+                peak += reach if shared_until else 0
+                limit = reach * (2 if shared_until else 1) + bool(edits)
+                most, peak = min(peak, limit), max(0, min(peak, limit - forecast.start))
+            costs.append((peak, min(forecast.own, peak), most))
+        return Cost(*(Units(counts) for counts in zip(*costs, strict=True)))
 
-    @property
-    def free_units(self) -> int:
-        """Units that nobody holds."""
-        return self.pool.free_units
-
-    def cost(self, state: KVState | None, edits: Sequence[Edit], length: int) -> Cost:
-        """See MemoryOracle. Exact up to the copy of a shared last page, which is always counted."""
-        forecast = _Forecast(self.pool, state)
-        for edit in edits:
-            forecast.grow(edit.at - 1)
-            forecast.remove(edit.removed)
-        forecast.grow(length)
-        return Cost(forecast.peak, forecast.own)
-
-    def held_units(self, states: Iterable[KVState]) -> int:
-        """Different units that these states hold."""
-        return len({unit for state in states for unit in state.units})
-
-    def reclaim(self, units: int, *, keep: str | None = None) -> int:
+    def fits(self, units: Units) -> bool:
         """See MemoryOracle."""
-        before = self.pool.free_units
-        goal, chains = before + units, self.chains
+        return self.pools.fits(units, empty=True)
+
+    def claim(self, units: Units) -> bool:
+        """See MemoryOracle."""
+        return self.pools.claim(units)
+
+    @property
+    def compactions(self) -> int:
+        """See MemoryOracle."""
+        return self.pools.arena.compactions
+
+    def unclaimed(self, claimed: Units) -> Units:
+        """See MemoryOracle."""
+        return self.pools.unclaimed(claimed)
+
+    def hold(self, on: bool) -> None:
+        """See MemoryOracle."""
+        self.pools.arena.sticky = on
+
+    def has_room(self, states: Iterable[KVState], claimed: Units) -> bool:
+        """See MemoryOracle."""
+        held = self.pools.distinct(state.slices for state in states)
+        return self.pools.granules(held + claimed) <= self.pools.arena.num_granules
+
+    def reclaim(self, claimed: Units, *, keep: str | None = None) -> Units:
+        """See MemoryOracle."""
+        before = self.pools.used
+        goal, chains = Room(self.pools, claimed), self.chains
         suspended, idle, busy = (
             [chain for chain in group if chain.chain_id != keep]
             for group in (chains.idle(suspended=True), chains.idle(suspended=False), chains.busy())
@@ -103,35 +153,48 @@ class PagedOracle:
         for chain in (*suspended, *idle, *busy):  # chains that hold the same units free them only together
             chains.reclaim([chain], goal, whole=True)
             self._reclaim_radix(goal)
-        return self.pool.free_units - before
+        return before - self.pools.used
 
-    def shrink(self, state: KVState, units: int, least: int) -> bool:
+    def plenty(self, claimed: Units) -> bool:
         """See MemoryOracle."""
-        goal, step = self.pool.free_units + units, units
-        while self.pool.free_units < goal:
-            kept = state.position(max(0, len(state.units) - step) * self.pool.page_size)
-            if not max(1, least) <= kept < state.logical_length:
+        arena = self.pools.arena
+        left = arena.free_bytes - self.pools.bytes(claimed)
+        return left * SLACK >= arena.free_bytes + arena.used_bytes
+
+    def shrink(self, state: KVState, claimed: Units, least: int) -> bool:
+        """See MemoryOracle."""
+        goal = Room(self.pools, claimed)
+        step = goal.pages()
+        while not goal.met():
+            longest = max(state.holdings, key=lambda holding: len(holding.units))
+            slots = longest.start + (len(longest.units) - step) * longest.pool.page_size
+            kept = longest.position(slots) if slots > longest.start else 0
+            if not max(1, least) <= kept < state.logical_length or not state.usable(kept):
                 state.release()
                 return False
             state.cut(kept)
             step *= 2
         return True
 
-    def _reclaim_radix(self, goal: int) -> None:
-        if self.pool.free_units < goal:
-            self.radix.reclaim(goal - self.pool.free_units)
+    def _reclaim_radix(self, goal: Goal) -> None:
+        if not goal.met():
+            reclaim(self.radix, goal)
 
 
 class _Forecast:
-    """Plays a sequence's future in numbers. shared: leading pages that others hold too; own: units taken so far."""
+    """Plays a sequence's future in one group in numbers, as if nothing were ever let go behind a window.
 
-    def __init__(self, pool: ExtentPool, state: KVState | None) -> None:
+    shared: leading pages that others hold too; start: pages that it holds alone already; own: units taken so far.
+    """
+
+    def __init__(self, pool: ExtentPool, holding: Holding, state: KVState | None) -> None:
         self.pool = pool
-        self.runs: list[Interval] = list(state.runs) if state else []
+        self.runs: list[Interval] = list(holding.runs)
         self.logical = state.logical_length if state else 0
-        self.slots = state.length if state else 0
-        self.shared = state.shared_pages if state else 0
-        self.start = pool.pages(self.slots) - self.shared  # pages it holds alone already
+        self.base = holding.start
+        self.slots = holding.length
+        self.shared = holding.shared_pages
+        self.start = pool.pages(self.slots) - self.shared
         self.own = self.peak = 0
 
     def grow(self, length: int) -> None:
@@ -147,11 +210,11 @@ class _Forecast:
     def remove(self, intervals: Iterable[Interval]) -> None:
         removed = clip(intervals, 0, self.logical)
         kept = subtract(self.runs, removed)
-        slots = size(kept)
+        slots = self.base + size(kept)
         if slots == self.slots:
             return
         before = next(start for start, _ in subtract(self.runs, kept))
-        first = size(clip(self.runs, 0, before))
+        first = self.base + size(clip(self.runs, 0, before))
         page = first // self.pool.page_size
         if slots > first:
             fresh = self.pool.pages(slots) - page

@@ -1,31 +1,36 @@
-"""The device's KV memory: one byte arena and the page table of the running rows."""
+"""The device's KV memory: one byte arena, and by KV group the page table of the running rows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from math import prod
 
+import numpy
 import torch
 from torch import Tensor
 
-from agentkv.engine.core import GRANULE, EngineConfig, KVLayout, Slot
+from agentkv.engine.cache.layout import UnitLayout
+from agentkv.engine.core import GRANULE, EngineConfig, Group, KVGroup, Slot, StateGroup, TableUpdate
 from agentkv.errors import BadModel, EngineFault
 from agentkv.kernels.move_slots import move_slots
+from agentkv.kernels.move_units import CHUNK_BYTES, move_units, unit_rows
 
 
 class KVPages:
-    """Arena of `config.memory` bytes (on the CPU touched only where used) and int32 table `[max_rows, max_pages]`.
+    """Arena of `config.memory` bytes (on the CPU touched only where used) and by group an int32 table `[max_rows, max_pages]`.
 
-    A table entry is the granule where a stripe starts; a stripe is [layer][kv head][K,V][token][dim]. Offsets are int64
-    from there on. The table changes only by `update_table`.
+    A table entry is the granule where a stripe starts; a stripe is [layer][kv head][K,V][token][dim] of the group's layers.
+    Offsets are int64 from there on. Page p of a row has the group's slots from `p * page_size` on, whatever was freed before
+    them, so entries never move. The tables change only by `update_tables`.
     """
 
-    def __init__(self, layout: KVLayout, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> None:
-        self.layout = layout
+    def __init__(self, groups: tuple[Group, ...], config: EngineConfig, device: torch.device, dtype: torch.dtype) -> None:
+        self.groups = groups
         self.num_granules = config.memory // GRANULE
-        self.max_pages = -(-config.window // layout.page_size)
-        if config.memory < layout.stripe_bytes or self.num_granules >= 2**31:
+        least = sum(group.stripe_bytes for group in groups)
+        if config.memory < least or self.num_granules >= 2**31:
             raise BadModel(
-                f"a KV arena of {config.memory} bytes cannot hold one page of {layout.stripe_bytes} bytes, or is past 549 GB",
+                f"a KV arena of {config.memory} bytes cannot hold one page of {least} bytes, or is past 549 GB",
                 hint="Change the engine's memory or its page_size",
             )
         try:
@@ -35,44 +40,106 @@ class KVPages:
                 f"no room for a KV arena of {config.memory} bytes on {device}: {str(error).splitlines()[0]}",
                 hint="Give the engine less memory, or free the device",
             ) from None
-        self.table = torch.zeros(config.max_rows, self.max_pages, dtype=torch.int32, device=device)
-        self._layers = tuple(self._view(layer, dtype) for layer in range(layout.num_layers))
+        self.tables = tuple(
+            torch.zeros(config.max_rows, -(-config.window // group.page_size), dtype=torch.int32, device=device)
+            for group in groups
+        )
+        kv = [group for group in groups if isinstance(group, KVGroup)]
+        layers = {layer: (group, index) for group in kv for index, layer in enumerate(group.layers)}
+        self._states = {group.name: self._state_view(group) for group in groups if isinstance(group, StateGroup)}
+        self._layers = tuple(self._view(*layers[layer], dtype) for layer in range(len(layers)))
 
-    def _view(self, layer: int, dtype: torch.dtype) -> Tensor:
-        """`[num_granules, num_kv_heads, 2, page_size, head_dim]`: row g is the layer's page of a stripe at granule g."""
-        shape = (self.layout.num_kv_heads, 2, self.layout.page_size, self.layout.head_dim)
-        plane = self.layout.page_size * self.layout.head_dim
-        size = shape[0] * 2 * plane
-        elements = self.arena.view(dtype)
-        step = GRANULE // dtype.itemsize
-        count = (elements.numel() - self.layout.num_layers * size) // step + 1
-        return elements.as_strided((count, *shape), (step, 2 * plane, plane, shape[3], 1), layer * size)
+    def _view(self, group: KVGroup, index: int, dtype: torch.dtype) -> Tensor:
+        """`[num_granules, num_kv_heads, 2, page_size, head_dim]`: row g is the page of the group's layer `index` of a stripe at
+        granule g."""
+        return self.arena.view(dtype).as_strided(*UnitLayout.of(group, "stripe").strides(index, self.num_granules))
+
+    def _state_view(self, group: StateGroup) -> Tensor:
+        """`[num_granules, page_size, *shape]`: row g is the page of the state that starts at granule g. Rows overlap."""
+        strides = [prod(group.shape[i + 1 :]) for i in range(len(group.shape))]
+        shape = (self.num_granules - group.stripe_bytes // GRANULE + 1, group.page_size, *group.shape)
+        step = (GRANULE // group.itemsize, prod(group.shape), *strides)
+        return self.arena.view(getattr(torch, group.dtype)).as_strided(shape, step)
+
+    def state(self, name: str) -> Tensor:
+        """Pages of a method's state `[num_granules, page_size, *shape]`. Writing through the view writes the arena."""
+        return self._states[name]
 
     def layer(self, layer: int) -> Tensor:
         """The layer's pages. Writing through the view writes the arena."""
         return self._layers[layer]
 
-    def update_table(self, updates: Sequence[tuple[int, int, list[int]]]) -> None:
-        """Write (row, first page index, units) into the table, later ones over earlier ones."""
-        if not updates:
-            return
-        rows, width = self.table.shape
-        entries: dict[tuple[int, int], int] = {}
-        for row, first, units in updates:
-            if not (0 <= row < rows and first >= 0 and first + len(units) <= width):
-                raise EngineFault(f"row {row}, pages {first} to {first + len(units)} are outside a table of {rows} x {width}")
-            for page, unit in enumerate(units, start=first):
-                entries[row, page] = unit
-        packed = torch.tensor([(*place, unit) for place, unit in entries.items()], dtype=torch.int64)
-        row_ids, pages, values = packed.to(self.table.device).unbind(1)
-        self.table[row_ids, pages] = values.to(torch.int32)
+    def update_tables(self, updates: Sequence[TableUpdate]) -> None:
+        """Write units into the tables, later ones over earlier ones."""
+        for group, table in enumerate(self.tables):
+            mine = [update for update in updates if update.group == group]
+            if mine:
+                _write(table, mine)
 
-    def move(self, source: Sequence[Slot], target: Sequence[Slot]) -> None:
-        """Copy K and V of all layers from slot to slot; the two sets may overlap, targets differ from one another."""
+    def move(self, source: Sequence[Slot], target: Sequence[Slot], group: int) -> None:
+        """Copy what the group has, K and V of its layers or a state, from slot to slot; the two sets may overlap, targets
+        differ from one another."""
         if len(source) != len(target):
             raise EngineFault(f"{len(source)} source slots for {len(target)} targets")
         if not source:
             return
         packed = torch.tensor([(*a, *b) for a, b in zip(source, target, strict=True)], dtype=torch.int64)
-        source_units, source_slots, target_units, target_slots = packed.to(self.table.device).unbind(1)
-        move_slots(self._layers, (source_units, source_slots), (target_units, target_slots))
+        source_units, source_slots, target_units, target_slots = packed.to(self.arena.device).unbind(1)
+        moved = self.groups[group]
+        if isinstance(moved, StateGroup):
+            state = self._states[moved.name]
+            state[target_units, target_slots] = state[source_units, source_slots]
+            return
+        layers = [self._layers[layer] for layer in moved.layers]
+        move_slots(layers, (source_units, source_slots), (target_units, target_slots))
+
+    def move_units(self, unit_bytes: int, source: Sequence[int], target: Sequence[int]) -> None:
+        """See `core.Runner.move_units`."""
+        if len(source) != len(target):
+            raise EngineFault(f"{len(source)} source units for {len(target)} targets")
+        packed = torch.tensor([source, target], dtype=torch.int64).to(self.arena.device)
+        move_units(unit_rows(self.arena, unit_bytes, GRANULE), packed[0], packed[1])
+
+    def read_units(self, unit_bytes: int, units: Sequence[int]) -> memoryview:
+        """See `core.Runner.read_units`. The host memory is pinned where the device is a GPU."""
+        rows = unit_rows(self.arena, unit_bytes, GRANULE)
+        on_gpu = self.arena.device.type == "cuda"
+        flat = torch.empty(len(units) * unit_bytes, dtype=torch.uint8, pin_memory=on_gpu)
+        held = flat.view(torch.int64).view(-1, rows.shape[1])
+        for start, stop, index in self._chunks(units, unit_bytes):
+            held[start:stop].copy_(rows[index], non_blocking=on_gpu)
+        if on_gpu:
+            torch.cuda.current_stream(self.arena.device).synchronize()
+        data: memoryview = flat.numpy().data
+        return data
+
+    def write_units(self, unit_bytes: int, units: Sequence[int], data: memoryview) -> None:
+        """See `core.Runner.write_units`."""
+        if data.nbytes != len(units) * unit_bytes:
+            raise EngineFault(f"{data.nbytes} bytes for {len(units)} units of {unit_bytes}")
+        rows = unit_rows(self.arena, unit_bytes, GRANULE)
+        held = torch.from_numpy(numpy.frombuffer(data, dtype=numpy.int64)).view(len(units), rows.shape[1])
+        for start, stop, index in self._chunks(units, unit_bytes):
+            rows[index] = held[start:stop].to(rows.device, non_blocking=True)
+        if self.arena.device.type == "cuda":
+            torch.cuda.current_stream(self.arena.device).synchronize()  # the caller may let go of `data` now
+
+    def _chunks(self, units: Sequence[int], unit_bytes: int) -> Iterator[tuple[int, int, Tensor]]:
+        """(start, stop, their granules on the device) of runs of units whose bytes fit a chunk."""
+        index = torch.tensor(units, dtype=torch.int64).to(self.arena.device)
+        step = max(1, CHUNK_BYTES // unit_bytes)
+        for start in range(0, len(units), step):
+            yield start, min(start + step, len(units)), index[start : start + step]
+
+
+def _write(table: Tensor, updates: Sequence[TableUpdate]) -> None:
+    rows, width = table.shape
+    entries: dict[tuple[int, int], int] = {}
+    for row, first, units, _ in updates:
+        if not (0 <= row < rows and first >= 0 and first + len(units) <= width):
+            raise EngineFault(f"row {row}, pages {first} to {first + len(units)} are outside a table of {rows} x {width}")
+        for page, unit in enumerate(units, start=first):
+            entries[row, page] = unit
+    packed = torch.tensor([(*place, unit) for place, unit in entries.items()], dtype=torch.int64)
+    row_ids, pages, values = packed.to(table.device).unbind(1)
+    table[row_ids, pages] = values.to(torch.int32)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from agentkv.engine.core import Sequence
 from agentkv.engine.oracle import MemoryOracle
+from agentkv.engine.units import Units
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ def rivals(seq: Sequence, running: Iterable[Sequence], *, elder: bool) -> list[S
 
 def victims(
     seq: Sequence,
-    peak: int,
+    peak: Units,
     makes_way: list[Sequence],
     others: list[Sequence],
     rows: int,
@@ -68,8 +69,8 @@ def victims(
     def fits(kept: int) -> bool:
         stay = [*others, *makes_way[:kept]]
         states = [each.state for each in (*stay, seq) if each.state is not None]
-        claimed = peak + sum(each.reserved_units for each in stay)
-        return kept < rows and oracle.held_units(states) + claimed <= oracle.total_units
+        claimed = sum((each.reserved_units for each in stay), peak)
+        return kept < rows and oracle.has_room(states, claimed)
 
     if not fits(0):
         return None
@@ -77,18 +78,18 @@ def victims(
     return makes_way[kept:]
 
 
-def shed(parked: Iterable[Sequence], units: int, oracle: MemoryOracle) -> None:
-    """Give up parked states, in this order, until `units` units have returned or none is left."""
-    goal = oracle.free_units + units
+def shed(parked: Iterable[Sequence], claimed: Units, oracle: MemoryOracle) -> bool:
+    """Claim these units, giving up parked states, in this order, for as long as that fails; did it not in the end?"""
     for seq in parked:
-        if oracle.free_units >= goal:
-            return
+        if oracle.claim(claimed):
+            return True
         assert seq.state is not None
         least = max((edit.at - 1 for edit in seq.state.edits), default=0)  # below it a cut has seen prunes too early
-        if not oracle.shrink(seq.state, goal - oracle.free_units, least):
+        if not oracle.shrink(seq.state, claimed, least):
             seq.state = None
-        if oracle.free_units < goal:
-            oracle.reclaim(goal - oracle.free_units)  # what it shared with a cache
+        if not oracle.claim(claimed):
+            oracle.reclaim(claimed)  # what it shared with a cache
+    return oracle.claim(claimed)
 
 
 def tell_preempted(seq: Sequence, by: Sequence, held: int) -> None:

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
 
-from agentkv.engine.core import Batch, EngineConfig, RowWork, Slot
+from agentkv.engine.core import Batch, EngineConfig, Group, RowWork, Slot, StateGroup
 from agentkv.engine.loader import LoadedModel
 from agentkv.engine.logprobs import score
 from agentkv.engine.pages import KVPages
 from agentkv.engine.sampler import sample
 from agentkv.engine.sparse import SparseController, SparseMethod
-from agentkv.engine.view import DeviceBatch, RowSpan, RowTable
+from agentkv.engine.view import DeviceBatch, GroupRows, RowSpan, RowTable
+from agentkv.errors import EngineFault
 
 _FEW_TOKENS = 16
 _FEW_BYTES = 128 << 20
@@ -48,17 +49,22 @@ class ModelRunner:
     ) -> None:
         self.loaded = loaded
         self.config = config
-        self.layout = loaded.layout(config.page_size)
-        self.pages = KVPages(self.layout, config, loaded.device, loaded.dtype)
+        states = tuple(spec.group(config.page_size) for spec in method.states)
+        self.groups: tuple[Group, ...] = (*loaded.groups(config.page_size), *states)
+        self.pages = KVPages(self.groups, config, loaded.device, loaded.dtype)
         self.num_granules = self.pages.num_granules
         self.vocab_size = loaded.config.vocab_size
         self.controller = SparseController(method, prefill)
         self._weight_bytes = loaded.weight_bytes
+        owner = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
+        self._group_of = tuple(owner[layer] for layer in range(len(owner)))
+        kept = {group.name: index for index, group in enumerate(self.groups) if isinstance(group, StateGroup)}
+        self._state_pages = {name: (self.pages.state(name), index) for name, index in kept.items()}
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> list[int | None]:
         """Forward the batch; for each row the sampled token id, None where `sample` is False, -1 where a mask allows none."""
-        self.pages.update_table(batch.table_updates)
+        self.pages.update_tables(batch.table_updates)
         if not batch.rows:
             return []
         with self._threads(batch):
@@ -69,21 +75,38 @@ class ModelRunner:
     @torch.inference_mode()
     def logits(self, batch: Batch) -> Tensor:
         """Forward the batch without sampling: logits of every token `[num_tokens, vocab_size]`, in the batch's order."""
-        self.pages.update_table(batch.table_updates)
+        self.pages.update_tables(batch.table_updates)
         step = self._prepare(batch)
         scores = self.loaded.model.logits(self._forward(step))
         by_row = dict(zip(step.order, torch.split(scores, [len(work.tokens) for work in step.works]), strict=True))
         return torch.cat([by_row[index] for index in range(len(batch.rows))])
 
     @torch.inference_mode()
-    def move_slots(self, source: list[Slot], target: list[Slot]) -> None:
-        """Copy K and V of all layers from slot to slot; the two sets may overlap."""
-        self.pages.move(source, target)
+    def move_slots(self, source: list[Slot], target: list[Slot], group: int = 0) -> None:
+        """Copy K and V of the group's layers from slot to slot; the two sets may overlap."""
+        self.pages.move(source, target, group)
+
+    @torch.inference_mode()
+    def move_units(self, unit_bytes: int, source: list[int], target: list[int]) -> None:
+        """Copy whole units from granule to granule, in order; see `core.Runner`."""
+        self.pages.move_units(unit_bytes, source, target)
+
+    @torch.inference_mode()
+    def read_units(self, unit_bytes: int, units: list[int]) -> memoryview:
+        """The bytes of units, one after another, in host memory."""
+        return self.pages.read_units(unit_bytes, units)
+
+    @torch.inference_mode()
+    def write_units(self, unit_bytes: int, units: list[int], data: memoryview) -> None:
+        """Put such bytes into units."""
+        self.pages.write_units(unit_bytes, units, data)
 
     @contextmanager
     def _threads(self, batch: Batch) -> Iterator[None]:
         """One thread for a small step on the CPU; the process's setting is restored."""
-        held = sum(work.slot + len(work.tokens) for work in batch.rows) * self.layout.token_bytes
+        held = sum(
+            min(work.slot, group.window or work.slot) + len(work.tokens) for work in batch.rows for group in self.groups
+        ) * max(group.token_bytes for group in self.groups)
         small = batch.num_tokens <= _FEW_TOKENS and self._weight_bytes + held <= _FEW_BYTES
         before = torch.get_num_threads()
         if not small or before == 1 or self.loaded.device.type != "cpu":
@@ -102,39 +125,72 @@ class ModelRunner:
         counts = [len(work.tokens) for work in works]
         token_ids = [token for work in works for token in work.tokens]
         positions = [work.position + i for work in works for i in range(len(work.tokens))]
-        slots = [work.slot + i for work in works for i in range(len(work.tokens))]
         owners = [work.row for work in works for _ in work.tokens]
         rows = [work.row for work in works]
-        lens = [work.slot + len(work.tokens) for work in works]
         ends = [end - 1 for end in accumulate(counts)]
-        lists = (token_ids, positions, slots, owners, rows, lens, ends)
+        lists = [token_ids, positions, owners, rows, ends]
+        for index in range(len(self.groups)):
+            slots = [work.slot_in(index) + i for work in works for i in range(len(work.tokens))]
+            lens = [work.slot_in(index) + len(work.tokens) for work in works]
+            lists += [slots, lens, list(chain(*(self._starts(work, index) for work in works)))]
         packed = torch.tensor([value for each in lists for value in each], dtype=torch.int64).to(self.loaded.device)
-        token_ids_, positions_, slots_, owners_, rows_, lens_, ends_ = torch.split(packed, [len(each) for each in lists])
+        token_ids_, positions_, owners_, rows_, ends_, *rest = torch.split(packed, [len(each) for each in lists])
 
-        page_size = self.layout.page_size
-        entries = self.pages.table[owners_, slots_ // page_size].to(torch.int64)
         num_single = sum(count == 1 for count in counts)
-        places = (positions_, entries, slots_ % page_size)
         batches = []
         for prefill, first, last in ((False, 0, num_single), (True, num_single, len(works))):
             if first < last:
                 spans = _spans(works[first:last])
-                table = self._table(spans, rows_[first:last], lens_[first:last].to(torch.int32))
-                batches.append(self._device_batch(prefill, num_single if prefill else 0, spans, table, places))
+                start = num_single if prefill else 0
+                tokens, lines = slice(start, start + spans[-1].end), slice(first, last)
+                groups = []
+                for index in range(len(self.groups)):
+                    slots_, lens_, starts_ = rest[3 * index : 3 * index + 3]
+                    device = (owners_[tokens], slots_[tokens], rows_[lines], lens_[lines], starts_[tokens])
+                    groups.append(self._group_rows(index, works[first:last], device))
+                batch_ = DeviceBatch(
+                    spans,
+                    tokens,
+                    prefill,
+                    positions_[tokens],
+                    tuple(groups),
+                    self._group_of,
+                    self.pages.layer,
+                    self._state_pages,
+                )
+                batches.append(batch_)
         return _Step(works, tuple(order), token_ids_, positions_, tuple(batches), ends_)
 
-    def _table(self, spans: tuple[RowSpan, ...], rows: Tensor, lens: Tensor) -> RowTable:
-        host_rows = tuple(span.row for span in spans)
-        host_lens = tuple(span.kv_len for span in spans)
-        return RowTable(self.pages.table, rows, lens, host_rows, host_lens, self.layout.page_size)
+    def _group_rows(self, index: int, works: Sequence[RowWork], device: tuple[Tensor, ...]) -> GroupRows:
+        """The rows of one phase in one group. device: rows and slots of their tokens, lines, lengths, first visible slots."""
+        owners, slots, rows, lens, starts = device
+        group, table = self.groups[index], self.pages.tables[index]
+        windowed = group.window is not None
+        held = RowTable(
+            entries=table,
+            rows=rows,
+            lens=lens.to(torch.int32),
+            host_rows=tuple(work.row for work in works),
+            host_lens=tuple(work.slot_in(index) + len(work.tokens) for work in works),
+            page_size=group.page_size,
+            starts=starts.to(torch.int32) if windowed else None,
+            host_starts=tuple(self._starts(work, index) for work in works) if windowed else (),
+        )
+        return GroupRows(held, table[owners, slots // group.page_size].to(torch.int64), slots % group.page_size)
 
-    def _device_batch(
-        self, prefill: bool, start: int, spans: tuple[RowSpan, ...], table: RowTable, places: tuple[Tensor, Tensor, Tensor]
-    ) -> DeviceBatch:
-        """The rows of one phase, whose tokens begin at `start` of the step. places: positions, entries, offsets of the step."""
-        tokens = slice(start, start + spans[-1].end)
-        positions, entries, offsets = (each[tokens] for each in places)
-        return DeviceBatch(spans, tokens, prefill, positions, entries, offsets, table, self.pages.layer)
+    def _starts(self, work: RowWork, index: int) -> tuple[int, ...]:
+        """First slot that each of the row's tokens sees in a window group; () in others. EngineFault where it is not told."""
+        window = self.groups[index].window
+        if window is None:
+            return ()
+        reach = work.reaches[index] if work.reaches else None
+        if reach is not None:
+            return reach.first
+        if work.slot != work.position:
+            raise EngineFault(
+                f"row {work.row} has holes that the batch does not name: {work.slot} slots at position {work.position}"
+            )
+        return tuple(max(0, work.slot + i - window + 1) for i in range(len(work.tokens)))
 
     def _forward(self, step: _Step) -> Tensor:
         """Hidden states `[num_tokens, hidden_size]`, with the hooks called around and inside."""

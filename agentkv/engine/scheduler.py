@@ -9,22 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 
-from agentkv.engine.cache.state import Change
-from agentkv.engine.core import Batch, EngineConfig, RowWork, Sequence, Status
-from agentkv.engine.oracle import MemoryOracle
+from agentkv.engine.cache.state import Change, KVState
+from agentkv.engine.core import Batch, EngineConfig, Reach, RowWork, Sequence, Status, TableUpdate
+from agentkv.engine.oracle import Cost, MemoryOracle
 from agentkv.engine.preempt import Tally, rivals, shed, tell_preempted, tell_resumed, victims
 from agentkv.engine.queue import WaitingQueue, shares
+from agentkv.engine.units import NOTHING, Units
 from agentkv.types import Miss
-
-SLACK = 20
-"""Where somebody with a better claim waits for memory, others start only beside a free twentieth of the pool."""
 
 
 class Scheduler:
     """waiting: no row; what was preempted among them may have a parked state. running: a row, a state, a reservation.
 
     resume(seq, fresh): give the sequence the state it continues from (fresh: none) and its pending edits.
-    finished: sequences that ended and still hold their state until they are committed or aborted.
+    finished: sequences that ended and still hold their state until they are committed or aborted. batch: the step that is
+    being put together; its moves are carried out before anything else touches the device's memory.
     """
 
     def __init__(self, config: EngineConfig, oracle: MemoryOracle, resume: Callable[[Sequence, bool], None]) -> None:
@@ -38,12 +37,18 @@ class Scheduler:
         self._rows = list(range(config.max_rows))
         self._retry = False
         self._first: Sequence | None = None
+        self.batch = Batch(rows=[])
+        self._compactions = 0
+        self._resume = resume
+        self._rows = list(range(config.max_rows))
+        self._blocked = False
+        self._unsettled = False  # what is reserved is not what is claimed
         heapify(self._rows)
 
     @property
-    def reserved_units(self) -> int:
-        """Units that running sequences may still take."""
-        return sum(seq.reserved_units for seq in self.running)
+    def reserved_units(self) -> Units:
+        """Units that running sequences may still take; they are claimed, so nobody else can."""
+        return sum((seq.reserved_units for seq in self.running), NOTHING)
 
     @property
     def free_rows(self) -> int:
@@ -54,9 +59,15 @@ class Scheduler:
         """Every sequence that is not closed."""
         yield from (*self.waiting, *self.running, *self.finished)
 
-    def spare_units(self, seq: Sequence | None = None) -> int:
+    def spare_units(self, seq: Sequence | None = None) -> Units:
         """Free units that nobody else has a claim on."""
-        return self.oracle.free_units - self.reserved_units + (seq.reserved_units if seq else 0)
+        return self.oracle.unclaimed(self.reserved_units - (seq.reserved_units if seq else NOTHING))
+
+    def settle(self) -> None:
+        """Claim what is reserved, no more."""
+        found = self.oracle.claim(self.reserved_units)
+        assert found, "what was reserved is gone"
+        self._unsettled = False
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence."""
@@ -91,13 +102,19 @@ class Scheduler:
 
     def schedule(self) -> Batch:
         """The next step; empty when nothing can run."""
+        self.batch = batch = Batch(rows=[])
         if self.waiting and (self._retry or self.waiting.first() is not self._first):
             self._admit_waiting()
-        batch = Batch(rows=[])
+        self._follow_moves(batch)
+        self.oracle.hold(True)
         for seq in self.running:
             if not seq.prefilling:
                 self._add_row(batch, seq, 1)
         self._add_chunks(batch)
+        self.oracle.hold(False)
+        if self._unsettled:
+            self.settle()
+        self._follow_moves(batch)
         self._retry |= self.waiting.pass_over(self.running)
         return batch
 
@@ -126,50 +143,49 @@ class Scheduler:
         others = [*(each for each in self.running if each not in makes_way), *self.finished]
         rows = self.config.max_rows - len(self.running) + len(makes_way)
         for fresh in (False, True):
-            peak = self._offer(seq, fresh)
-            lose = [] if self._rows and peak <= self.spare_units() else victims(seq, peak, makes_way, others, rows, self.oracle)
+            cost = self._offer(seq, fresh)
+            at_once = bool(self._rows) and self.oracle.claim(self.reserved_units + cost.peak)
+            lose = [] if at_once else victims(seq, cost.peak, makes_way, others, rows, self.oracle)
             if lose is not None:
                 for victim in reversed(lose):
                     self._preempt(victim, seq)
-                self._start(seq, peak)
+                self._start(seq, cost)
                 return True
             if others:
                 break
             self._drop_state(seq)
-        self._withdraw(seq, peak)
+        self._withdraw(seq, cost.peak)
         return False
 
     def _fill_in(self, seq: Sequence) -> bool:
         """Run it if there is room that nobody has a claim on, and some to spare."""
-
-        def plenty(units: int) -> bool:
-            return (self.spare_units() - units) * SLACK >= self.oracle.total_units
-
-        if not self._rows or not plenty(seq.wanted_units):
+        reserved = self.reserved_units
+        if not self._rows or not self.oracle.plenty(reserved + seq.wanted_units):
             return False
-        peak = self._offer(seq, fresh=False)
-        if plenty(peak):
-            self._start(seq, peak)
+        cost = self._offer(seq, fresh=False)
+        if self.oracle.plenty(reserved + cost.peak) and self.oracle.claim(reserved + cost.peak):
+            self._start(seq, cost)
             return True
-        self._withdraw(seq, peak)
+        self._withdraw(seq, cost.peak)
         return False
 
-    def _offer(self, seq: Sequence, fresh: bool) -> int:
-        """Give it the state that it would start from; the most units it would take beyond it."""
+    def _offer(self, seq: Sequence, fresh: bool) -> Cost:
+        """Give it the state that it would start from; what it would take beyond it."""
         if seq.state is None:
             self._resume(seq, fresh)
-        return self._peak(seq)
+        return self._cost(seq)
 
-    def _withdraw(self, seq: Sequence, peak: int) -> None:
+    def _withdraw(self, seq: Sequence, peak: Units) -> None:
         """It does not start; a parked state stays parked."""
         seq.wanted_units = peak
         if not seq.parked:
             self._drop_state(seq)
 
-    def _start(self, seq: Sequence, peak: int) -> None:
+    def _start(self, seq: Sequence, cost: Cost) -> None:
         self.waiting.remove(seq)
-        self._make_room(peak)
-        seq.status, seq.row, seq.reserved_units, seq.table_from = Status.RUNNING, heappop(self._rows), peak, 0
+        self._make_room(self.reserved_units + cost.peak)
+        seq.status, seq.row, seq.table_from = Status.RUNNING, heappop(self._rows), [0] * len(cost.peak.counts)
+        seq.reserved_units, seq.peak_units = cost.peak, cost.bound
         self.running.append(seq)
         self.waiting.clock.pay(seq, seq.num_known - seq.num_forwarded)
         lost = seq.computed - seq.num_forwarded
@@ -178,7 +194,7 @@ class Scheduler:
         if lost > 0:
             self.tally.recomputed += lost
             seq.miss = seq.miss or Miss(reason="reclaimed", tokens=lost, detail="preempted: others needed its memory")
-        seq.computed = seq.wanted_units = 0
+        seq.computed, seq.wanted_units = 0, NOTHING
         self._retry = True  # who is owed service may have more rivals now
 
     def _preempt(self, seq: Sequence, by: Sequence) -> None:
@@ -190,17 +206,17 @@ class Scheduler:
         self.tally.preemptions += 1
         tell_preempted(seq, by, seq.num_forwarded)
 
-    def _make_room(self, units: int) -> None:
-        """So many spare units, from caches, then from parked states, the last in the queue first."""
-        short = units - self.spare_units()
-        if short > 0:
-            self.oracle.reclaim(short)
+    def _make_room(self, claimed: Units) -> None:
+        """Claim so many units, from caches, then from parked states, the last in the queue first."""
+        if not self.oracle.claim(claimed):
+            self.oracle.reclaim(claimed)
             parked = [seq for seq in reversed(list(self.waiting.ordered())) if seq.state is not None]
-            shed(parked, units - self.spare_units(), self.oracle)
-        assert self.spare_units() >= units, "memory that was promised cannot be had"
+            found = shed(parked, claimed, self.oracle)
+            assert found, "memory that was promised cannot be had"
 
-    def _peak(self, seq: Sequence) -> int:
-        return self.oracle.cost(seq.state, seq.pending_edits, seq.num_prompt_tokens + seq.max_tokens - 1).peak
+    def _cost(self, seq: Sequence) -> Cost:
+        length = seq.num_prompt_tokens + seq.max_tokens - 1
+        return self.oracle.cost(seq.state, seq.pending_edits, length, shared_until=seq.shared_until)
 
     # -- what runs
 
@@ -210,39 +226,48 @@ class Scheduler:
         prompts.sort(key=lambda seq: (not seq.guaranteed, self.waiting.order(seq)))
         for seq in prompts:
             self._apply_edits(batch, seq)
-        ends = [seq.pending_edits[0].at - 1 if seq.pending_edits else len(seq.token_ids) for seq in prompts]
-        wants = [end - seq.num_forwarded for seq, end in zip(prompts, ends, strict=True)]
+        wants = [self._chunk_end(seq) - seq.num_forwarded for seq in prompts]
         ranks = [seq.request.priority for seq in prompts]
         given = shares(self.config.step_tokens - batch.num_tokens, wants, ranks)
         for seq, count in zip(prompts, given, strict=True):
             self._add_row(batch, seq, count)
+
+    def _chunk_end(self, seq: Sequence) -> int:
+        """A chunk ends before an edit, and where others begin to hold what it holds."""
+        end = seq.pending_edits[0].at - 1 if seq.pending_edits else len(seq.token_ids)
+        return min(end, seq.shared_until) if seq.num_forwarded < seq.shared_until else end
 
     def _apply_edits(self, batch: Batch, seq: Sequence) -> None:
         while seq.pending_edits and seq.pending_edits[0].at - 1 == seq.num_forwarded:
             assert seq.state is not None
             edit = seq.pending_edits.pop(0)
             self._changed(batch, seq, seq.state.remove(edit.removed, self.spare_units(seq)))
-            seq.reserved_units = self._peak(seq)
-            self._retry = True
+            cost = self._cost(seq)
+            seq.reserved_units, seq.peak_units = cost.peak, cost.bound
+            self._unsettled = self._retry = True
 
     def _add_row(self, batch: Batch, seq: Sequence, count: int) -> None:
         """`count` tokens of the sequence enter the batch; the last one draws if it is the last there is."""
         assert seq.state is not None
         assert seq.row is not None
-        position, slot = seq.num_forwarded, seq.state.length
+        position = seq.num_forwarded
         change = seq.state.append(count)
-        seq.reserved_units -= change.new_units
+        if change.new_units:
+            seq.reserved_units = (seq.reserved_units - change.new_units).least(seq.peak_units)
+            self._unsettled = True
         self._changed(batch, seq, change)
-        if seq.table_from < len(seq.state.units):
-            batch.table_updates.append((seq.row, seq.table_from, seq.state.units[seq.table_from :]))
-            seq.table_from = len(seq.state.units)
+        for group, holding in enumerate(seq.state.holdings):
+            if seq.table_from[group] < holding.next_page:
+                first = max(seq.table_from[group], holding.first_page)
+                batch.table_updates.append(TableUpdate(seq.row, first, holding.units[first - holding.first_page :], group))
+                seq.table_from[group] = holding.next_page
         self.waiting.clock.serve(seq, count)
         batch.rows.append(
             RowWork(
                 row=seq.row,
                 tokens=seq.token_ids[position : position + count],
                 position=position,
-                slot=slot,
+                slot=seq.state.length - count,
                 sample=position + count == len(seq.token_ids),
                 sampling=seq.request.sampling,
                 seed=seq.seed,
@@ -250,21 +275,46 @@ class Scheduler:
                 seq_id=seq.seq_id,
                 history=seq.history,
                 allowed=seq.allowed,
+                reaches=_reaches(seq.state, position, count),
             )
         )
 
+    def _follow_moves(self, batch: Batch) -> None:
+        """Units were moved to make room: the device's tables of all running rows are out of date."""
+        if self._compactions == self.oracle.compactions:
+            return
+        self._compactions = self.oracle.compactions
+        for seq in self.running:
+            assert seq.state is not None
+            assert seq.row is not None
+            for group, holding in enumerate(seq.state.holdings):
+                batch.table_updates.append(TableUpdate(seq.row, holding.first_page, list(holding.units), group))
+                seq.table_from[group] = holding.next_page
+
     def _changed(self, batch: Batch, seq: Sequence, change: Change) -> None:
         batch.moves += change.moves
-        seq.table_from = min(seq.table_from, change.first_page)
+        for group, first in enumerate(change.first_pages):
+            seq.table_from[group] = min(seq.table_from[group], first)
 
     def _leave_row(self, seq: Sequence) -> None:
         assert seq.row is not None
         self.running.remove(seq)
         heappush(self._rows, seq.row)
-        seq.row, seq.reserved_units, seq.guaranteed = None, 0, False
+        seq.row, seq.reserved_units, seq.guaranteed = None, NOTHING, False
+        self.settle()
         self._retry = True
 
     def _drop_state(self, seq: Sequence) -> None:
         if seq.state is not None:
             seq.state.release()
         seq.state = None
+
+
+def _reaches(state: KVState, position: int, count: int) -> tuple[Reach | None, ...]:
+    """What window groups tell of the `count` tokens that were just appended at logical `position`."""
+    if not state.pools.windowed:
+        return ()
+    return tuple(
+        None if holding.pool.window is None else Reach(holding.length - count, holding.first_visible(position, count))
+        for holding in state.holdings
+    )

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from agentkv.engine.core import EngineConfig, Request
+from agentkv.engine.core import EngineConfig, Group, Request
 from agentkv.engine.devices import usable_memory
 from agentkv.engine.llm import LLM
 from agentkv.engine.loader import LoadedModel
@@ -57,8 +57,9 @@ class MemoryPlan:
 def plan_memory(loaded: LoadedModel, config: EngineConfig, method: SparseMethod) -> MemoryPlan:
     """The arena for this model and method; `config.memory` is not read. BadModel, with the numbers, where there is none."""
     share = CPU_SHARE if loaded.device.type == "cpu" else GPU_SHARE
-    stripe = loaded.layout(config.page_size).stripe_bytes
-    window = -(-config.window // config.page_size) * stripe
+    groups = loaded.groups(config.page_size)
+    stripe = sum(group.stripe_bytes for group in groups)
+    window = sum(group.stripe_bytes * -(-_reach(group, config) // config.page_size) for group in groups)
     usable, weights, step = usable_memory(loaded.device), loaded.weight_bytes, measure_step(loaded, config, method)
     arena = max(0, int((usable - weights - step) * share))
     arena -= arena % min(ARENA_ROUND, max(stripe, arena))
@@ -88,7 +89,7 @@ def measure_step(loaded: LoadedModel, config: EngineConfig, method: SparseMethod
 
 def _measured(loaded: LoadedModel, config: EngineConfig, method: SparseMethod, lengths: list[int]) -> int:
     pages = sum(-(-length // config.page_size) for length in lengths)
-    trial = replace(config, memory=pages * loaded.layout(config.page_size).stripe_bytes)
+    trial = replace(config, memory=pages * sum(group.stripe_bytes for group in loaded.groups(config.page_size)))
     llm = LLM(trial, ModelRunner(loaded, trial, method), reuse="chain")
     sampling = Sampling(max_tokens=1, temperature=1.0, top_p=0.9, min_p=0.01, repetition_penalty=1.1)
     for length in lengths:
@@ -151,6 +152,12 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
+def _reach(group: Group, config: EngineConfig) -> int:
+    """Most tokens that a sequence holds in the group."""
+    kept = config.window if group.window is None else group.window + group.slack + config.step_tokens + config.page_size
+    return min(kept, config.window)
 
 
 def _gib(size: int) -> str:

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from agentkv.engine.attention import Attended, attend
+from agentkv.engine.core import StateGroup
 from agentkv.engine.view import AttentionView, DeviceBatch, PagedKV, Part
+from agentkv.errors import BadRequest
 from agentkv.kernels.store_kv import store_kv
 from agentkv.types import Exactness
 
@@ -33,6 +35,15 @@ class StateSpec:
     dtype: str
     kind: Literal["append", "slot", "mutable"]
     shape: tuple[int, ...] = ()
+
+    def group(self, page_size: int) -> StateGroup:
+        """Its pages, beside KV pages of that size. Raises BadRequest for what the engine does not keep yet."""
+        if self.scope != "slot" or self.kind == "mutable":
+            raise BadRequest(
+                f"state {self.name!r}: scope {self.scope}, kind {self.kind} is not kept yet",
+                hint="State with scope slot, written with its slot and not again, is",
+            )
+        return StateGroup(self.name, self.shape, self.dtype, getattr(torch, self.dtype).itemsize, page_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +129,7 @@ class SparseMethod:
 
     def store(self, layer: int, k_raw: Tensor, k: Tensor, v: Tensor, batch: DeviceBatch) -> None:
         """Write the new tokens' KV. k_raw is k before its norm and rotation. Default: into the row's pages."""
-        store_kv(batch.pages(layer), batch.entries, batch.offsets, k, v)
+        store_kv(batch.pages(layer), *batch.places_of(layer), k, v)
 
     def select(self, layer: int, q: Tensor, q_raw: Tensor, batch: DeviceBatch) -> Selection | None:
         """Choose what to read; None reads everything held."""
@@ -128,7 +139,7 @@ class SparseMethod:
         """Turn the selection into what attention reads. Default: all that the rows' pages hold."""
         if selection is not None:
             raise TypeError(f"{type(self).__name__} selects, so it must say how its selection is viewed")
-        return AttentionView((Part(PagedKV(batch.pages(layer)), batch.table),))
+        return AttentionView((Part(PagedKV(batch.pages(layer)), batch.table_of(layer)),))
 
     def finish(self, layer: int, out: Tensor, batch: DeviceBatch) -> Tensor:
         """Attention's output `[num_tokens, num_heads, head_dim]` before the output projection."""

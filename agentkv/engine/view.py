@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -28,7 +28,9 @@ class RowTable:
 
     entries: int32 `[max_rows, max_pages]` on the device, granules. rows: int64 `[num_rows]`, lines of `entries`.
     lens: int32 `[num_rows]` on the device, slots held, the step's own tokens included. host_rows, host_lens: the same on
-    the host (a method that knows its kept counts only on the device gives upper bounds).
+    the host (a method that knows its kept counts only on the device gives upper bounds). starts: int32 `[num_tokens]` on the
+    device, the first slot that each of the batch's tokens sees, None where each sees all; host_starts: the same on the host, by
+    row. Slots before a row's first start are never read.
     """
 
     entries: Tensor
@@ -37,18 +39,32 @@ class RowTable:
     host_rows: tuple[int, ...]
     host_lens: tuple[int, ...]
     page_size: int
+    starts: Tensor | None = None
+    host_starts: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def first_slots(self) -> tuple[int, ...]:
+        """First slot that is read of each row."""
+        return tuple(each[0] for each in self.host_starts) or (0,) * len(self.host_rows)
 
     @cached_property
     def decode_plan(self) -> tuple[RowPages, ...]:
         """Pages of each row for decode on the CPU."""
-        pairs = zip(self.host_rows, self.host_lens, strict=True)
-        return tuple(plan_row(self.entries[row], length, self.page_size) for row, length in pairs)
+        rows = zip(self.host_rows, self.host_lens, self.first_slots, strict=True)
+        return tuple(plan_row(self.entries[row], length, self.page_size, first) for row, length, first in rows)
 
     @cached_property
     def chunk_plan(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        """(entries, offsets) int64 `[kv_len]` of each row's slots, for chunked prefill."""
-        pairs = zip(self.host_rows, self.host_lens, strict=True)
-        return tuple(token_slots(self.entries[row], length, self.page_size) for row, length in pairs)
+        """(entries, offsets) int64 `[kv_len - first slot]` of each row's slots, for chunked prefill."""
+        rows = zip(self.host_rows, self.host_lens, self.first_slots, strict=True)
+        return tuple(token_slots(self.entries[row], length, self.page_size, first) for row, length, first in rows)
+
+    @cached_property
+    def chunk_starts(self) -> tuple[list[int] | None, ...]:
+        """For each row the first slot that each of its tokens sees, counted from the first of its `chunk_plan`; None: all."""
+        if self.starts is None:
+            return (None,) * len(self.host_rows)
+        return tuple([each - starts[0] for each in starts] for starts in self.host_starts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +95,7 @@ class AttentionView:
 class RowSpan:
     """One row of a batch, known on the host.
 
-    start, end: its tokens in the batch, half open. position: logical position of the first. kv_len: slots held once they
+    start, end: its tokens in the batch, half open. position: logical position of the first. kv_len: tokens kept once they
     are stored. prompt_end: the last token of the prompt is among them.
     """
 
@@ -92,24 +108,51 @@ class RowSpan:
     seq_id: int = -1
 
 
+@dataclass(frozen=True, slots=True)
+class GroupRows:
+    """A batch's rows in one KV group: what they hold, and where their new tokens go.
+
+    entries, offsets: int64 `[num_tokens]`, granule of the page and slot in it that each new token is written to.
+    """
+
+    table: RowTable
+    entries: Tensor
+    offsets: Tensor
+
+
 @dataclass(frozen=True)
 class DeviceBatch:
     """The rows of one view class in one phase of a step; every hook gets it as `batch`.
 
     tokens: where they lie in the step. prefill: chunks; otherwise each row has one token. positions: int64 `[num_tokens]`,
-    logical. entries, offsets: int64 `[num_tokens]`, granule of the page and slot in it that each new token is written to.
-    pages_of: layer -> its pages (see PagedKV).
+    logical. groups: the same rows in each KV group; group_of: layer -> its group. pages_of: layer -> its pages (see PagedKV).
+    states: by name, the pages of the method's state and its group.
     """
 
     rows: tuple[RowSpan, ...]
     tokens: slice
     prefill: bool
     positions: Tensor
-    entries: Tensor
-    offsets: Tensor
-    table: RowTable
+    groups: tuple[GroupRows, ...]
+    group_of: tuple[int, ...] = field(repr=False)
     pages_of: Callable[[int], Tensor] = field(repr=False)
+    states: Mapping[str, tuple[Tensor, int]] = field(repr=False, default_factory=dict)
+
+    def table_of(self, layer: int) -> RowTable:
+        """What the layer's queries see of the rows."""
+        return self.groups[self.group_of[layer]].table
+
+    def places_of(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Where the layer writes the new tokens: entries and offsets, see GroupRows."""
+        group = self.groups[self.group_of[layer]]
+        return group.entries, group.offsets
 
     def pages(self, layer: int) -> Tensor:
         """The layer's pages `[num_granules, num_kv_heads, 2, page_size, head_dim]`."""
         return self.pages_of(layer)
+
+    def state(self, name: str) -> tuple[Tensor, GroupRows]:
+        """Pages of the method's state of that name, `[num_granules, page_size, *shape]`, and the rows' places in them: the new
+        tokens' items belong at `pages[places.entries, places.offsets]`."""
+        pages, group = self.states[name]
+        return pages, self.groups[group]

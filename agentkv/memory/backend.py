@@ -64,12 +64,14 @@ class Freed(Frozen, frozen=True, kw_only=True):
 
 
 class Held(Frozen, frozen=True, kw_only=True):
-    """What is resident for a chain now; None from the backend means nothing is."""
+    """What is resident for a chain now; None from the backend means nothing is. warm_tokens: slots of its copy in host memory,
+    from which the next turn goes on."""
 
     logical_length: int
     resident_tokens: int
     bytes_held: int
     bytes_unique: int
+    warm_tokens: int = 0
 
 
 class KVBackend(Protocol):

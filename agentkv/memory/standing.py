@@ -123,14 +123,15 @@ class Standing:
         return head + [openai_message(message) for message in told]
 
     def info(self) -> SessionInfo:
-        """One line about it. state: hot (KV resident), idle (suspended, or nothing said yet), stored (no KV: the next
-        turn prefills) or closed."""
+        """One line about it. state: hot (KV resident), idle (suspended, in host memory, or nothing said yet), stored (no KV:
+        the next turn prefills) or closed."""
         branch = self._branch
         with branch.lock, branch.kept():
             with branch.engine("looking up a chain"):
                 held = None if branch.closed else branch.backend.held(branch.chain_id)
-            state = "idle" if branch.suspended or not branch.ledger.length else "hot"
-            if branch.ledger.length and (held is None or not held.resident_tokens):
+            warm = held is not None and held.warm_tokens > 0
+            state = "idle" if branch.suspended or warm or not branch.ledger.length else "hot"
+            if branch.ledger.length and not warm and (held is None or not held.resident_tokens):
                 state = "stored"
             return SessionInfo(
                 id=self.id,

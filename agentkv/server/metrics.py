@@ -48,6 +48,7 @@ class RuntimeGauges(Collector):
         for name, text in COUNTERS.items():
             if name in stats:
                 yield CounterMetricFamily(f"agentkv_{name}", text, value=stats[name])
+        yield from _tiers(stats)
 
     def describe(self) -> Iterable[Metric]:
         """Nothing in advance: registering must not touch the engine."""
@@ -114,6 +115,19 @@ def log_line(turn: Turn, seconds: float) -> str:
         f"chain {chain}",
     )
     return " · ".join(parts)
+
+
+def _tiers(stats: Mapping[str, Any]) -> Iterator[Metric]:
+    """Fragmentation of the arena, and the KV in host memory."""
+    if "fragmented_bytes" in stats:
+        text = "Free arena bytes that a unit class cannot have without moves"
+        yield _gauge("agentkv_arena_fragmented_bytes", text, "unit", stats["fragmented_bytes"])
+        yield CounterMetricFamily("agentkv_arena_moved_bytes", "Arena bytes moved to make room", value=stats["moved_bytes"])
+    if "warm" in stats:
+        warm = stats["warm"]
+        yield GaugeMetricFamily("agentkv_warm_bytes", "KV of idle chains in host memory", value=warm["bytes"])
+        yield CounterMetricFamily("agentkv_demotions", "Chains copied to host memory", value=warm["demotions"])
+        yield CounterMetricFamily("agentkv_restores", "Chains copied back", value=warm["restores"])
 
 
 def _gauge(name: str, text: str, label: str, values: Mapping[str, Any]) -> GaugeMetricFamily:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fake_engine import Oracle, engine, request, run, turn
+from fake_engine import Oracle, engine, reclaim, request, run, turn, unit_bytes
 from test_output import Pieces
 
 from agentkv.engine.core import ChainInfo, Edit, Status
@@ -90,7 +90,7 @@ def test_why_something_was_recomputed() -> None:
     llm.prune("a", [(3, 6)])
     assert reasons(llm, [*ids, 1], "a", edits=[Edit(14, ((3, 6),))]) == (None, 13, 2)
     assert reasons(llm, [*ids, 1], "a") == ("pruned_not_accepted", 3, 12)
-    llm.oracle.reclaim(64)
+    reclaim(llm, 64)
     assert reasons(llm, [*ids, 1], "a", edits=[Edit(14, ((3, 6),))]) == ("reclaimed", 0, 15)
 
 
@@ -113,7 +113,7 @@ def test_prune_frees_what_it_says_and_applies_to_checkpoints() -> None:
     assert info(llm, "a").checkpoints == (24, 29)
     before = llm.arena.free_bytes
     price = llm.price("a", [(4, 12), (17, 18)])
-    assert llm.prune("a", [(4, 12), (17, 18)]) == price == (9, 2 * llm.pool.cls.unit_bytes)
+    assert llm.prune("a", [(4, 12), (17, 18)]) == price == (9, 2 * unit_bytes(llm))
     assert llm.arena.free_bytes == before + price[1]
     assert info(llm, "a").checkpoints == (24, 29)
     llm.rollback("a", 24)
@@ -307,13 +307,13 @@ def test_pressure_takes_suspended_chains_then_the_prefix_cache_then_the_oldest()
         return [*chains, sum(len(node.tokens) for node in llm.radix.nodes() if "" in node.owners)]
 
     assert left() == [16, 16, 16, 16]
-    llm.oracle.reclaim(1)
+    reclaim(llm, 1)
     assert left() == [12, 16, 16, 16], "from its end, and no more than needed"
-    llm.oracle.reclaim(4)
+    reclaim(llm, 4)
     assert left() == [0, 16, 16, 12]
-    llm.oracle.reclaim(4)
+    reclaim(llm, 4)
     assert left() == [0, 12, 16, 0]
-    llm.oracle.reclaim(5)
+    reclaim(llm, 5)
     assert left() == [0, 0, 8, 0]
     llm.check()
 
@@ -323,7 +323,7 @@ def test_chains_that_share_everything_can_be_had_too() -> None:
     turn(llm, [0] * 40, "a")
     for child in range(3):
         llm.fork("a", f"b{child}", 40)
-    assert llm.oracle.reclaim(16) == 11
+    assert reclaim(llm, 16) == 11
     llm.check()
     assert llm.arena.used_bytes == 0
 

@@ -10,15 +10,17 @@ from typing import ClassVar
 
 import hypothesis.strategies as st
 import pytest
-from fake_engine import Oracle, engine, request
+from fake_engine import ALL, Oracle, Windows, engine, request
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from agentkv.engine.core import Edit, Sequence, Status
+from agentkv.engine.core import GRANULE, Edit, Sequence, Status
+from agentkv.engine.units import Units
 from agentkv.errors import Busy, Capacity, ContextOverflow, EngineFault
 
 VOCAB = 3  # small, so that prefixes are often shared
 WINDOW = 60
+WINDOWS: list[Windows] = [ALL, ALL, (None, 6), (5,), (None, 4, 9)]
 EXAMPLES = int(os.environ.get("AGENTKV_EXAMPLES", "50"))
 
 picks = st.integers(0, 20)
@@ -56,6 +58,7 @@ class Running:
 
 class EngineLife(RuleBasedStateMachine):
     seen: ClassVar[Counter[str]] = Counter()
+    warm_pages = 0
 
     @initialize(
         units=st.integers(3, 30),
@@ -64,22 +67,44 @@ class EngineLife(RuleBasedStateMachine):
         step_tokens=st.integers(4, 11),
         checkpoints=st.integers(0, 2),
         reuse=st.sampled_from(["radix", "radix", "chain"]),
+        windows=st.sampled_from(WINDOWS),
+        slack=st.integers(0, 5),
     )
-    def start(self, units: int, page: int, rows: int, step_tokens: int, checkpoints: int, reuse: str) -> None:
+    def start(
+        self,
+        units: int,
+        page: int,
+        rows: int,
+        step_tokens: int,
+        checkpoints: int,
+        reuse: str,
+        windows: Windows = ALL,
+        slack: int = 0,
+    ) -> None:
         self.llm = engine(
-            units, page, window=WINDOW, max_rows=rows, step_tokens=step_tokens, checkpoints=checkpoints, reuse=reuse
+            units,
+            page,
+            window=WINDOW,
+            max_rows=rows,
+            step_tokens=step_tokens,
+            checkpoints=checkpoints,
+            reuse=reuse,
+            windows=windows,
+            slack=slack,
+            warm_pages=self.warm_pages,
         )
+        self.windows, self.reach = windows, step_tokens + slack
         self.llm.runner.vocab = VOCAB
-        self.oracle = Oracle(VOCAB)
+        self.oracle = Oracle(VOCAB, windows)
         self.running: list[Running] = []
         self.page, self.units, self.counter = page, units, 1
         self.sessions = {"s1": Session("s1")}
         self.reclaims = 0
         reclaim = self.llm.oracle.reclaim
 
-        def counted(units: int, *, keep: str | None = None) -> int:
+        def counted(claimed: Units, *, keep: str | None = None) -> Units:
             self.reclaims += 1
-            return reclaim(units, keep=keep)
+            return reclaim(claimed, keep=keep)
 
         self.llm.oracle.reclaim = counted
         self.talk(0, [i % VOCAB for i in range(units * page // 3)], 0)
@@ -138,7 +163,7 @@ class EngineLife(RuleBasedStateMachine):
     ) -> None:
         chain = session.name if session else None
         asked = request(prompt, chain, max_tokens=max_tokens, seed=seed, edits=edits, salt=salt)
-        pages = -(-(len(prompt) + min(max_tokens or 1, max(1, WINDOW - len(prompt))) - 1) // self.page)
+        most = len(prompt) + min(max_tokens or 1, max(1, WINDOW - len(prompt))) - 1
         if len(prompt) + 1 > WINDOW:
             with pytest.raises(ContextOverflow):
                 self.llm.add(asked)
@@ -146,14 +171,24 @@ class EngineLife(RuleBasedStateMachine):
         try:
             seq = self.llm.add(asked)
         except Capacity:
-            assert pages + bool(edits) > self.units
+            assert self.bytes_of(most, bool(edits)) > self.llm.arena.num_granules * GRANULE
             self.seen["refused"] += 1
             return
-        assert edits or pages <= self.units
+        assert edits or self.bytes_of(most, False) <= self.llm.arena.num_granules * GRANULE
         assert 1 <= seq.max_tokens <= min(max_tokens or 4096, WINDOW - len(prompt))
         history = Session("", prompt, edits)
         history.cut(len(prompt), keep_prunes=True)
         self.running.append(Running(seq, session, self.oracle.generate(prompt, history.edits, seed, seq.max_tokens)))
+
+    def bytes_of(self, tokens: int, edits: bool) -> int:
+        """What a request takes: a page more where it is pruned, and of a window no more than it and a step reach over."""
+        total = 0
+        for group in self.llm.runner.groups:
+            pages = -(-tokens // self.page)
+            if group.window is not None:
+                pages = min(pages, -(-(group.window - 1 + self.reach + self.page - 1) // self.page))
+            total += (pages + edits) * group.stripe_bytes
+        return total
 
     @rule(count=st.integers(1, 6))
     def step(self, count: int) -> None:
@@ -264,11 +299,13 @@ class EngineLife(RuleBasedStateMachine):
     def pressure(self, units: int) -> None:
         """Reclaim returns what it says, and all that is not in use can be had."""
         states = [item.seq.state for item in self.running if item.seq.state is not None]
-        before = self.llm.pool.free_units
-        possible = self.llm.pool.total_units - self.llm.oracle.held_units(states) - before
-        freed = self.llm.oracle.reclaim(units)
-        assert freed == self.llm.pool.free_units - before
-        assert freed >= min(units, possible)
+        pools = self.llm.pools
+        held = pools.distinct(state.slices for state in states)
+        before = pools.used
+        wanted = Units.of(free + units for free in pools.free.counts)
+        freed = self.llm.oracle.reclaim(wanted)
+        assert freed == before - pools.used
+        assert pools.fits(wanted) or pools.used == held
 
     @rule()
     def fault(self) -> None:
@@ -312,7 +349,7 @@ class EngineLife(RuleBasedStateMachine):
         for name in self.sessions:
             self.llm.drop(name)
         self.llm.check()
-        self.llm.oracle.reclaim(self.llm.pool.total_units)
+        self.llm.oracle.reclaim(Units.of(pool.total_units for pool in self.llm.pools.pools))
         self.llm.check()
         assert self.llm.arena.used_bytes == 0
 
@@ -364,9 +401,8 @@ def test_long_lives() -> None:
         rng, life = random.Random(seed), EngineLife()
         try:
             reuse = rng.choice(["radix", "radix", "radix", "chain"])
-            life.start(
-                rng.randrange(3, 40), rng.choice([2, 3, 4]), rng.randrange(1, 5), rng.randrange(4, 12), rng.randrange(3), reuse
-            )
+            sizes = rng.randrange(3, 40), rng.choice([2, 3, 4]), rng.randrange(1, 5), rng.randrange(4, 12), rng.randrange(3)
+            life.start(*sizes, reuse, WINDOWS[seed % len(WINDOWS)], rng.randrange(6))
             for _ in range(120):
                 act(life, rng)
             life.teardown()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fake_engine import Oracle, engine, request, run, turn
+from fake_engine import Oracle, engine, request, run, turn, unit_bytes
 
 from agentkv.engine.core import Batch, Edit, Status
 from agentkv.engine.llm import LLM
@@ -118,7 +118,7 @@ def test_two_requests_of_sixty_percent_run_one_after_the_other() -> None:
     first, second = (llm.add(request([i] * 20, max_tokens=5, seed=i)) for i in range(2))
     llm.step()
     assert (first.status, second.status) == (Status.RUNNING, Status.WAITING)
-    assert first.reserved_units == 2
+    assert first.reserved_units.counts == (2,)
     while first.status is not Status.FINISHED:
         llm.step()
     for _ in range(3):
@@ -160,7 +160,7 @@ def test_a_prune_is_replayed_in_a_pool_hardly_larger_than_the_prompt() -> None:
     edits = [Edit(16, ((2, 9),)), Edit(24, ((10, 14), (17, 20)))]
     llm = engine(units=6, page_size=4)
     assert turn(llm, ids, "a", edits=edits, max_tokens=2) == Oracle().generate(ids, edits, 0, 2)
-    assert llm.peak_bytes <= 6 * llm.pool.cls.unit_bytes
+    assert llm.peak_bytes <= 6 * unit_bytes(llm)
 
 
 def test_a_resident_state_that_leaves_no_room_is_given_up() -> None:

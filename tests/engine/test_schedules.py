@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from agentkv.engine.core import Batch, Edit, Sequence, Status
+from agentkv.engine.units import Units
 from agentkv.errors import Cancelled, Capacity, EngineFault
 
 VOCAB = 3
@@ -77,7 +78,7 @@ class Schedules(RuleBasedStateMachine):
         for seq in queue.waiting:
             peak = -(-(seq.num_prompt_tokens + seq.max_tokens - 1) // self.page)
             if queue.free_rows and seq.state is None and not seq.request.edits:
-                assert 20 * peak > 20 * queue.spare_units() - self.units, "not admitted beside plenty of room"
+                assert 20 * peak > 20 * queue.spare_units().total - self.units, "not admitted beside plenty of room"
         self.seen["waiting while others run"] += len(queue.waiting) > 0
         return self.spied(batch)
 
@@ -262,7 +263,7 @@ class Schedules(RuleBasedStateMachine):
         assert not self.open, "not everything finished"
         for talk in self.talks:
             self.llm.drop(talk.name)
-        self.llm.oracle.reclaim(self.units)
+        self.llm.oracle.reclaim(Units((self.units,)))
         self.llm.check()
         assert self.llm.arena.used_bytes == 0
         assert self.llm.scheduler.free_rows == self.llm.config.max_rows

@@ -9,8 +9,11 @@ import pytest
 
 from agentkv.engine.cache.arena import Arena, ArenaError, ArenaFull, UnitClass
 from agentkv.engine.cache.extents import ExtentPool, Slice
+from agentkv.engine.cache.holding import Holding
+from agentkv.engine.cache.pools import KVPools
 from agentkv.engine.cache.state import Change, KVState
 from agentkv.engine.core import GRANULE, Edit, Slot
+from agentkv.engine.units import Units
 from agentkv.types import Interval
 
 UNIT = UnitClass("stripe", GRANULE)
@@ -20,12 +23,20 @@ UNIT = UnitClass("stripe", GRANULE)
 class Device:
     """Slots that remember what was written to them."""
 
-    pool: ExtentPool
+    pools: KVPools
     slots: dict[Slot, tuple[int, int]] = field(default_factory=dict)
     written: int = 0
 
+    @property
+    def pool(self) -> ExtentPool:
+        return self.pools.pools[0]
+
+    def state(self) -> KVState:
+        return KVState(self.pools)
+
     def carry_out(self, change: Change) -> None:
-        for source, target in change.moves:
+        for source, target, group in change.moves:
+            assert group == 0
             contents = [self.slots[slot] for slot in source]
             assert len(set(target)) == len(target)
             self.slots.update(zip(target, contents, strict=True))
@@ -34,16 +45,22 @@ class Device:
         made = []
         for index in range(first, last):
             self.written += 1
-            made.append((state.position(index), self.written))
-            self.slots[state.slot(index)] = made[-1]
+            made.append((held(state).position(index), self.written))
+            self.slots[held(state).slot(index)] = made[-1]
         return made
 
     def read(self, state: KVState) -> list[tuple[int, int]]:
-        return [self.slots[state.slot(index)] for index in range(state.length)]
+        return [self.slots[held(state).slot(index)] for index in range(state.length)]
 
 
 def make(units: int = 16, page: int = 4) -> Device:
-    return Device(ExtentPool(Arena(units), UNIT, page))
+    arena = Arena(units)
+    return Device(KVPools(arena, [ExtentPool(arena, UNIT, page)]))
+
+
+def held(state: KVState) -> Holding:
+    (holding,) = state.holdings
+    return holding
 
 
 def grown(device: Device, state: KVState, count: int) -> Change:
@@ -56,32 +73,32 @@ def grown(device: Device, state: KVState, count: int) -> Change:
 
 def test_append_fills_pages_and_takes_new_ones() -> None:
     device = make()
-    state = KVState(device.pool)
-    assert grown(device, state, 6).new_units == 2
-    assert (state.length, state.logical_length, state.units) == (6, 6, [0, 1])
-    assert grown(device, state, 2).new_units == 0
+    state = device.state()
+    assert grown(device, state, 6).new_units.total == 2
+    assert (state.length, state.logical_length, held(state).units) == (6, 6, [0, 1])
+    assert grown(device, state, 2).new_units.total == 0
     change = grown(device, state, 1)
-    assert (change.first_page, change.new_units) == (2, 1)
-    assert state.slot(8) == (2, 0)
+    assert (change.first_pages[0], change.new_units.total) == (2, 1)
+    assert held(state).slot(8) == (2, 0)
 
 
 def test_the_first_writer_has_the_last_page_the_second_copies_it() -> None:
     device = make()
-    state = KVState(device.pool)
+    state = device.state()
     grown(device, state, 6)
     first, second = state.fork(), state.fork()
     assert grown(device, first, 1).moves == []
     change = grown(device, second, 1)
-    assert change.moves == [([(1, 0), (1, 1)], [(2, 0), (2, 1)])]
-    assert change.first_page == 1
+    assert change.moves == [([(1, 0), (1, 1)], [(2, 0), (2, 1)], 0)]
+    assert change.first_pages[0] == 1
     assert grown(device, state, 1).moves, "the lease is the first writer's"
-    assert [len(set(s.units)) for s in (state, first, second)] == [2, 2, 2]
-    assert len({*state.units, *first.units, *second.units}) == 4
+    assert [len(set(held(s).units)) for s in (state, first, second)] == [2, 2, 2]
+    assert len({*held(state).units, *held(first).units, *held(second).units}) == 4
 
 
 def test_the_lease_is_free_again_when_its_holder_lets_go() -> None:
     device = make()
-    state = KVState(device.pool)
+    state = device.state()
     grown(device, state, 6)
     other = state.fork()
     grown(device, other, 1)
@@ -91,7 +108,7 @@ def test_the_lease_is_free_again_when_its_holder_lets_go() -> None:
 
 def test_a_checkpoint_does_not_cost_a_copy() -> None:
     device = make()
-    state = KVState(device.pool)
+    state = device.state()
     grown(device, state, 6)
     point = state.fork()
     for _ in range(5):
@@ -102,12 +119,12 @@ def test_a_checkpoint_does_not_cost_a_copy() -> None:
 
 def test_units_return_with_the_last_reference() -> None:
     device = make()
-    state = KVState(device.pool)
+    state = device.state()
     grown(device, state, 16)
     other = state.fork()
     state.cut(3)
     assert device.pool.free_units == 12
-    assert device.pool.returned(other.slices) == 3
+    assert device.pool.returned(held(other).slices) == 3
     other.release()
     assert device.pool.free_units == 15
     state.release()
@@ -119,15 +136,15 @@ def test_units_return_with_the_last_reference() -> None:
 
 def test_removal_keeps_the_pages_before_and_frees_the_rest() -> None:
     device = make()
-    state = KVState(device.pool)
+    state = device.state()
     grown(device, state, 16)
     before = device.read(state)
-    change = state.remove([(6, 10)], spare=9)
+    change = state.remove([(6, 10)], spare=Units((9,)))
     device.carry_out(change)
     assert device.read(state) == before[:6] + before[10:]
     assert (state.length, state.logical_length, state.runs) == (12, 16, [(0, 6), (10, 16)])
     assert state.edits == (Edit(17, ((6, 10),)),)
-    assert (change.first_page, change.new_units, state.units[0]) == (1, -1, 0)
+    assert (change.first_pages[0], change.new_units.total, held(state).units[0]) == (1, -1, 0)
     assert state.lossy
     assert state.pure_length == 6
     assert state.holes == [(6, 10)]
@@ -135,75 +152,76 @@ def test_removal_keeps_the_pages_before_and_frees_the_rest() -> None:
 
 def test_removal_at_the_end_moves_nothing() -> None:
     device = make()
-    state = KVState(device.pool)
+    state = device.state()
     grown(device, state, 14)
-    change = state.remove([(9, 14)], spare=0)
+    change = state.remove([(9, 14)], spare=Units((0,)))
     assert change.moves == []
-    assert (change.new_units, state.length, state.logical_length) == (-1, 9, 14)
+    assert (change.new_units.total, state.length, state.logical_length) == (-1, 9, 14)
     grown(device, state, 1)
     assert device.read(state)[-1][0] == 14
 
 
 def test_removal_in_place_needs_one_page_whatever_its_size() -> None:
     device = make(units=9)
-    state = KVState(device.pool)
+    state = device.state()
     grown(device, state, 32)
     before = device.read(state)
-    assert state.copy_units([(1, 3)]) == 1
-    device.carry_out(state.remove([(1, 3)], spare=1))
+    assert state.copy_units([(1, 3)]) == Units((1,))
+    device.carry_out(state.remove([(1, 3)], spare=Units((1,))))
     assert device.read(state) == before[:1] + before[3:]
     assert device.pool.arena.peak_bytes == 9 * GRANULE
-    device.pool.check(state.slices, [])
+    device.pools.check([state.slices], [])
 
 
 def test_removal_beside_a_sharer_copies_everything_behind() -> None:
     device = make(units=16)
-    state = KVState(device.pool)
+    state = device.state()
     grown(device, state, 32)
     other, before = state.fork(), device.read(state)
-    assert state.copy_units([(1, 3)]) == 8
-    device.carry_out(state.remove([(1, 3)], spare=8))
+    assert state.copy_units([(1, 3)]) == Units((8,))
+    device.carry_out(state.remove([(1, 3)], spare=Units((8,))))
     assert device.read(other) == before
     assert device.pool.free_units == 0
 
 
 def test_too_few_spare_pages_are_refused_and_nothing_leaks() -> None:
     device = make(units=16)
-    state = KVState(device.pool)
+    state = device.state()
     grown(device, state, 32)
     other = state.fork()
     with pytest.raises(ArenaFull):
-        state.remove([(1, 3)], spare=3)
+        state.remove([(1, 3)], spare=Units((3,)))
     state.release()
-    device.pool.check(other.slices, [])
+    device.pools.check([other.slices], [])
 
 
 def test_a_full_arena_refuses_and_changes_nothing() -> None:
     device = make(units=3)
-    state = KVState(device.pool)
+    state = device.state()
     grown(device, state, 10)
     with pytest.raises(ArenaFull):
         state.append(3)
-    assert (state.length, len(state.units)) == (10, 3)
-    device.pool.check(state.slices, [])
+    assert (state.length, len(held(state).units)) == (10, 3)
+    device.pools.check([state.slices], [])
 
 
 def test_pieces_with_two_copies_of_a_page_make_one_state() -> None:
     device = make()
-    first = KVState(device.pool)
+    first = device.state()
     grown(device, first, 6)
     second = first.fork()
     grown(device, first, 4)
     grown(device, second, 4)
-    joined = KVState.of(device.pool, [*first.between(0, 5), *first.between(5, 6), *second.between(6, 10)])
+    pieces = [*held(first).between(0, 5), *held(first).between(5, 6), *held(second).between(6, 10)]
+    joined = KVState.of(device.pools, 10, (pieces,))
     assert device.read(joined) == device.read(second)
-    assert joined.units == [first.units[0], *second.units[1:]]
-    assert joined.shared_pages == 3
+    assert held(joined).units == [held(first).units[0], *held(second).units[1:]]
+    assert held(joined).shared_pages == 3
 
 
 def test_digest_is_of_content() -> None:
     device = make()
-    state, same = KVState(device.pool), KVState(device.pool)
+    state, same = device.state(), device.state()
     grown(device, state, 5)
     for _ in range(5):
         grown(device, same, 1)
@@ -211,7 +229,7 @@ def test_digest_is_of_content() -> None:
     assert state.digest("s", ids) == same.digest("s", [5, 6, 7, 8, 9])
     assert state.digest("s", ids) != state.digest("t", ids)
     assert state.digest("s", ids) != state.digest("s", [5, 6, 7, 8, 0])
-    state.remove([(1, 2)], spare=1)
+    state.remove([(1, 2)], spare=Units((1,)))
     assert state.digest("s", ids) != same.digest("s", ids)
 
 
@@ -236,7 +254,7 @@ def removed_at_random(rng: random.Random, length: int) -> list[Interval]:
 def test_many_holders_never_notice_each_other(page: int) -> None:
     for seed in range(12):
         rng, device = random.Random(seed), make(units=60, page=page)
-        holders = [Holder(KVState(device.pool), [])]
+        holders = [Holder(device.state(), [])]
         for _ in range(80):
             holder = rng.choice(holders)
             state, action = holder.state, rng.randrange(7)
@@ -249,7 +267,7 @@ def test_many_holders_never_notice_each_other(page: int) -> None:
                 except ArenaFull:
                     assert before <= count // page + 1
                     continue
-                assert before - device.pool.free_units == change.new_units
+                assert before - device.pool.free_units == change.new_units.total
                 device.carry_out(change)
                 made = device.write(state, first, state.length)
                 assert [at for at, _ in made] == list(range(position, position + count))
@@ -257,7 +275,7 @@ def test_many_holders_never_notice_each_other(page: int) -> None:
             elif action == 2:
                 holders.append(Holder(state.fork(), list(holder.content)))
             elif action == 3 and len(holders) > 1:
-                expected = device.pool.returned(state.slices)
+                expected = device.pool.returned(held(state).slices)
                 state.release()
                 assert device.pool.free_units - before == expected
                 holders.remove(holder)
@@ -269,16 +287,16 @@ def test_many_holders_never_notice_each_other(page: int) -> None:
             elif action >= 5:
                 gone = removed_at_random(rng, state.logical_length)
                 need = state.copy_units(gone)
-                if need > before:
+                if need.total > before:
                     continue
-                change = state.remove(gone, need if rng.random() < 0.5 else before)
-                assert before - device.pool.free_units == change.new_units
+                change = state.remove(gone, need if rng.random() < 0.5 else Units((before,)))
+                assert before - device.pool.free_units == change.new_units.total
                 device.carry_out(change)
                 holder.content = [item for item in holder.content if not any(a <= item[0] < b for a, b in gone)]
             for each in holders:
                 assert device.read(each.state) == each.content
-                assert len(each.state.units) == device.pool.pages(len(each.content))
-            device.pool.check([part for each in holders for part in each.state.slices], [])
+                assert len(held(each.state).units) == device.pool.pages(len(each.content))
+            device.pools.check([each.state.slices for each in holders], [])
         for each in holders:
             each.state.release()
         assert device.pool.arena.used_bytes == 0

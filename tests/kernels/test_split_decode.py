@@ -15,10 +15,12 @@ pytest.importorskip("triton")
 CUDA = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CASES = [
-    # lens, page_size, num_heads, num_kv_heads, head_dim
-    ((1, 5, 17), 4, 6, 2, 12),
-    ((300, 16, 257), 16, 4, 4, 16),
-    ((520,), 16, 8, 2, 64),
+    # lens, page_size, num_heads, num_kv_heads, head_dim, first slots that are read (None: all are)
+    ((1, 5, 17), 4, 6, 2, 12, None),
+    ((300, 16, 257), 16, 4, 4, 16, None),
+    ((520,), 16, 8, 2, 64, None),
+    ((1, 5, 17), 4, 6, 2, 12, (0, 4, 3)),
+    ((300, 16, 700), 16, 4, 1, 16, (37, 0, 443)),
 ]
 
 
@@ -38,7 +40,8 @@ def numpy_scalars(patch: pytest.MonkeyPatch) -> None:
 def check(device: str, dtype: torch.dtype, tolerance: float, case: tuple) -> None:
     from agentkv.kernels.split_decode import split_decode
 
-    lens, page_size, num_heads, num_kv_heads, head_dim = case
+    lens, page_size, num_heads, num_kv_heads, head_dim, starts = case
+    firsts = starts or (0,) * len(lens)
     generator = torch.Generator().manual_seed(3)
     num_pages = [-(-length // page_size) for length in lens]
     order = torch.randperm(sum(num_pages), generator=generator)
@@ -52,11 +55,14 @@ def check(device: str, dtype: torch.dtype, tolerance: float, case: tuple) -> Non
     q = torch.randn(len(lens), num_heads, head_dim, generator=generator).to(dtype)
     out, lse = split_decode(
         q.to(device), pages.to(device), table.to(device), rows.to(device),
-        torch.tensor(lens, dtype=torch.int32, device=device), max(lens), head_dim**-0.5,
+        torch.tensor(lens, dtype=torch.int32, device=device),
+        max(length - first for length, first in zip(lens, firsts, strict=True)), head_dim**-0.5,
+        None if starts is None else torch.tensor(starts, dtype=torch.int32, device=device),
     )  # fmt: skip
     for index, length in enumerate(lens):
         k, v = reference.read_row(pages, table[rows[index]].tolist(), length)
-        want, want_lse = reference.attention(q[index : index + 1], k, v, head_dim**-0.5)
+        seen = slice(firsts[index], length)
+        want, want_lse = reference.attention(q[index : index + 1], k[seen], v[seen], head_dim**-0.5)
         assert (out[index].cpu().double() - want[0]).abs().max() < tolerance
         assert (lse[index].cpu().double() - want_lse[0]).abs().max() < max(tolerance, 1e-5)
 
@@ -79,7 +85,9 @@ def test_interpreter_cases_pass() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [*CASES, ((1, 20000, 333), 16, 32, 8, 128)])
+@pytest.mark.parametrize(
+    "case", [*CASES, ((1, 20000, 333), 16, 32, 8, 128, None), ((1, 20000, 900), 16, 4, 1, 256, (0, 19488, 388))]
+)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
 def test_equals_the_twin_on_a_gpu(case: tuple, dtype: torch.dtype, tolerance: float) -> None:
     check("cuda", dtype, tolerance, case)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from agentkv import methods
-from agentkv.engine.core import GRANULE, Batch, EngineConfig, RowWork
+from agentkv.engine.core import GRANULE, Batch, EngineConfig, RowWork, TableUpdate
 from agentkv.engine.layers import Decoder, ModelConfig, RopeConfig
 from agentkv.engine.loader import LoadedModel
 from agentkv.engine.runner import ModelRunner
@@ -37,8 +37,8 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 def runner_of(loaded: LoadedModel, method: SparseMethod, **more: Any) -> ModelRunner:
     runner = ModelRunner(loaded, EngineConfig(1 << 20, 128, page_size=4, max_rows=3), method, **more)
-    stride = runner.layout.stripe_bytes // GRANULE
-    runner.pages.update_table([(row, 0, [stride * (10 * row + page) for page in range(10)]) for row in range(3)])
+    stride = runner.groups[0].stripe_bytes // GRANULE
+    runner.pages.update_tables([TableUpdate(row, 0, [stride * (10 * row + page) for page in range(10)]) for row in range(3)])
     return runner
 
 
@@ -135,7 +135,8 @@ class Halves(SparseMethod):
     def view(self, layer: int, selection: Selection | None, batch: DeviceBatch) -> AttentionView:
         if batch.prefill:
             return super().view(layer, selection, batch)
-        payload, table, page_size = PagedKV(batch.pages(layer)), batch.table, batch.table.page_size
+        payload, table = PagedKV(batch.pages(layer)), batch.table_of(layer)
+        page_size = table.page_size
         first = replace(table, host_lens=(page_size,) * len(table.host_lens), lens=torch.full_like(table.lens, page_size))
         rest = replace(
             table,

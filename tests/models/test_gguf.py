@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from gguf_files import read_by_transformers, tiny, write_gguf
 from agentkv.engine.loader import load_model
 from agentkv.errors import BadModel, UnknownModel
 
-FAMILIES = ["llama", "llama-tied", "llama-linear", "qwen2", "qwen2-tied", "qwen3"]
+FAMILIES = ["llama", "llama-tied", "llama-linear", "qwen2", "qwen2-tied", "qwen3", "gemma3"]
 TOLERANCE = {"float32": 1e-4, "float64": 1e-9}
 
 
@@ -65,7 +66,7 @@ def test_a_file_equals_its_dequantised_directory(family: str, kind: Kind, host: 
         assert (mine.chunked(0, tokens.tolist(), [31, 1, 80]) - want).abs().max() <= tolerance
 
 
-@pytest.mark.parametrize("family", ["llama-tied", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama-tied", "qwen2", "qwen3", "gemma3"])
 def test_a_file_equals_transformers_reading_of_it(family: str, host: Any, tmp_path: Path) -> None:
     written = tiny(family)
     write_gguf(tmp_path / "model.gguf", written, Kind.Q8_0, tokenizer=words_of_a_vocabulary)
@@ -129,6 +130,23 @@ def test_where_a_file_may_lie(qwen3: Any, checkpoint: Any, tmp_path: Path) -> No
 def test_metadata_that_is_not_served(change: dict[str, Any], words: list[str], qwen3: Any, tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", qwen3, change=change)
     refused(tmp_path / "model.gguf", *words)
+
+
+def test_what_a_gemma_file_says_of_its_layers(tmp_path: Path) -> None:
+    """Read from the file where it says so, else what the format has for all of the architecture."""
+    twin, path = tiny("gemma3"), tmp_path / "model.gguf"
+    write_gguf(path, twin)
+    plain = load_model(path).config
+    twin.save_pretrained(tmp_path / "folder")
+    assert replace(plain, norm_eps=1e-5) == load_model(tmp_path / "folder").config
+    write_gguf(path, twin, change={"attention.sliding_window_pattern": 2, "rope.freq_base_swa": 77.0})
+    config = load_model(path).config
+    assert config.sliding == (24, None, 24, None, 24, None, 24)
+    assert config.local_rope.theta == 77.0
+    write_gguf(path, twin, change={"attention.sliding_window": None})
+    refused(path, "lacks gemma3.attention.sliding_window")
+    write_gguf(path, twin, change={"final_logit_softcapping": 30.0})
+    refused(path, "final_logit_softcapping")
 
 
 def test_a_window_past_the_context_is_none(qwen3: Any, tmp_path: Path) -> None:

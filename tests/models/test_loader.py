@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from agentkv.engine import loader
-from agentkv.engine.loader import load_model, read_config
+from agentkv.engine.config import read_config
+from agentkv.engine.loader import load_model
 from agentkv.errors import BadModel, UnknownModel
 
 
@@ -82,6 +83,8 @@ def test_a_config_without_a_size(folder: Path, name: str) -> None:
         ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "sliding"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "yarn"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "factor"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}}, "by layer type"),
+        ({"rope_parameters": ["default"]}, "wrong kind"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial"),
     ],
 )
@@ -93,18 +96,63 @@ def test_configs_that_would_be_computed_wrongly(folder: Path, changes: dict[str,
 @pytest.mark.parametrize("use", [True, False])
 @pytest.mark.parametrize("window", [None, 64])
 @pytest.mark.parametrize("first", [0, 2, 3, 28])
-def test_a_sliding_window_is_refused_where_transformers_has_one(use: bool, window: int | None, first: int) -> None:
+def test_layers_slide_where_transformers_has_them_slide(use: bool, window: int | None, first: int) -> None:
     from transformers import Qwen2Config
 
     said = {"use_sliding_window": use, "sliding_window": window, "max_window_layers": first, "num_hidden_layers": 3}
     raw = Qwen2Config(**said).to_dict() | said | {"architectures": ["Qwen2ForCausalLM"]}
-    slides = "sliding_attention" in raw.pop("layer_types")
-    assert slides == (use and window is not None and first < 3)
-    if slides:
-        with pytest.raises(BadModel, match="sliding"):
-            read_config(raw)
-    else:
-        assert read_config(raw).num_layers == 3
+    kinds = raw.pop("layer_types")
+    assert ("sliding_attention" in kinds) == (use and window is not None and first < 3)
+    want = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    assert read_config(raw).sliding == (want if any(want) else ())
+    raw["architectures"] = ["LlamaForCausalLM"]  # where transformers knows of no such thing
+    assert read_config({key: value for key, value in raw.items() if "window" not in key}).sliding == ()
+
+
+@pytest.mark.parametrize("count", [5, 6, 18])
+def test_both_spellings_of_gemma_are_one(count: int) -> None:
+    """What checkpoints were published with, what transformers 5 makes of it, and nothing but the sizes."""
+    from transformers import Gemma3TextConfig
+
+    named = {"architectures": ["Gemma3ForCausalLM"]}
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 97}
+    sizes |= {"num_hidden_layers": count, "max_position_embeddings": 512, "rms_norm_eps": 1e-6}
+    old = {"sliding_window_pattern": 6, "sliding_window": 4096, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
+    old |= {"query_pre_attn_scalar": 256, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh"}
+    twin = Gemma3TextConfig(**sizes)
+    bare, published, new = (read_config(each | named) for each in (sizes, sizes | old, twin.to_dict()))
+    assert bare == published == new
+    assert new.sliding == tuple(4096 if kind == "sliding_attention" else None for kind in twin.layer_types)
+    assert (new.rope.theta, new.local_rope.theta, new.tied, new.attention_scale) == (1e6, 1e4, True, 1 / 16)
+    linear = {"rope_type": "linear", "factor": 8.0}
+    scaled = read_config(sizes | old | named | {"rope_scaling": linear})
+    assert scaled == read_config(Gemma3TextConfig(**sizes, rope_scaling=linear).to_dict() | named)
+    assert (scaled.rope.factor, scaled.local_rope.kind) == (8.0, "default")
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"layer_types": ["full_attention"] * 2}, "2 layers"),
+        ({"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "chunked_attention"),
+        ({"sliding_window": "null"}, "sliding_window is 'null'"),
+        ({"sliding_window": 0}, "sliding_window is 0"),
+        ({"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
+        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0"),
+        ({"query_pre_attn_scalar": "many"}, "wrong kind"),
+        ({"hidden_activation": "relu"}, "relu"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "not by layer type"),
+        ({"architectures": ["LlamaForCausalLM"]}, "by layer type, unlike those of Llama"),
+        ({"architectures": ["LlamaForCausalLM"], "rope_parameters": None}, "not served for LlamaForCausalLM"),
+    ],
+)
+def test_gemma_configs_that_contradict_themselves(checkpoint: Any, tmp_path: Path, changes: dict[str, Any], word: str) -> None:
+    folder = Path(shutil.copytree(checkpoint("gemma3"), tmp_path / "model"))
+    load_model(folder)
+    edit(folder / "config.json", **changes)
+    refused(folder, word)
 
 
 def test_a_truncated_shard(folder: Path) -> None:
@@ -235,5 +283,5 @@ def test_the_fingerprint_follows_config_and_weights(folder: Path, model: Any) ->
 def test_facts_of_a_loaded_model(model: Any) -> None:
     loaded = model("qwen3", "float32")
     assert loaded.window == 512
-    assert loaded.layout(16).stripe_bytes == 3 * 2 * 2 * 16 * 12 * 4
+    assert loaded.groups(16)[0].stripe_bytes == 3 * 2 * 2 * 16 * 12 * 4
     assert loaded.weight_bytes == 4 * sum(each.numel() for each in loaded.model.state_dict().values())

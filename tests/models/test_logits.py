@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from agentkv.engine.core import Batch
+from agentkv.engine.core import Batch, TableUpdate
 
-FAMILIES = ["llama", "llama-biased", "qwen2", "qwen2-tied", "qwen3", "micro"]
+FAMILIES = ["llama", "llama-biased", "qwen2", "qwen2-tied", "qwen3", "qwen3-sliding", "gemma3", "micro"]
 TOLERANCE = {"float32": 1e-4, "float64": 1e-9}
 
 
@@ -55,7 +55,7 @@ def test_64_greedy_tokens_equal_transformers_generate(model: Any, twin: Any, hos
     assert host(model(family, "float32"), 16).greedy(0, prompt, 64) == want
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
 def test_a_mixed_batch_equals_each_row_alone(model: Any, host: Any, family: str) -> None:
     """A decode, a chunk with history, a fresh prompt and a second decode, out of order, in one step."""
     loaded = model(family, "float64")
@@ -86,8 +86,8 @@ def test_tokens_come_back_in_the_order_of_the_batch(model: Any, host: Any) -> No
 
 def test_an_empty_batch_still_updates_the_table(model: Any, host: Any) -> None:
     mine = host(model("qwen3", "float32"), 4)
-    assert mine.runner.execute(Batch([], [(1, 2, [7, 8]), (1, 3, [9])])) == []
-    assert mine.runner.pages.table[1, 2:4].tolist() == [7, 9]
+    assert mine.runner.execute(Batch([], [TableUpdate(1, 2, [7, 8]), TableUpdate(1, 3, [9])])) == []
+    assert mine.runner.pages.tables[0][1, 2:4].tolist() == [7, 9]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])

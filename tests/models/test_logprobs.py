@@ -41,8 +41,8 @@ def test_an_engine_tells_what_transformers_computes(model: Any, twin: Any, optio
     from agentkv import methods
 
     loaded = model("qwen3", "float64")
-    layout = loaded.layout(4)
-    config = EngineConfig(memory=40 * layout.stripe_bytes, window=100, page_size=4, max_rows=4, step_tokens=16)
+    (group,) = loaded.groups(4)
+    config = EngineConfig(memory=40 * group.stripe_bytes, window=100, page_size=4, max_rows=4, step_tokens=16)
     llm = LLM(config, ModelRunner(loaded, config, methods.get("dense")))
     prompt = [5, 9, 9, 61, 3]
     seq = llm.add(Request(prompt, Sampling(max_tokens=12, logprobs=True, top_logprobs=3, **options)))

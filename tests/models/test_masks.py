@@ -39,7 +39,7 @@ FORMS = [as_bytes, as_bools, as_words]
 
 def engine(model: Any) -> LLM:
     loaded = model("llama", "float32")
-    config = EngineConfig(memory=60 * loaded.layout(4).stripe_bytes, window=100, page_size=4, max_rows=4, step_tokens=16)
+    config = EngineConfig(memory=60 * loaded.groups(4)[0].stripe_bytes, window=100, page_size=4, max_rows=4, step_tokens=16)
     return LLM(config, ModelRunner(loaded, config, methods.get("dense")))
 
 

@@ -23,7 +23,8 @@ SAMPLINGS = {
 
 def engine(model: Any, pages: int) -> LLM:
     loaded = model("qwen3", "float64")
-    config = EngineConfig(memory=pages * loaded.layout(4).stripe_bytes, window=100, page_size=4, max_rows=4, step_tokens=8)
+    page = sum(group.stripe_bytes for group in loaded.groups(4))
+    config = EngineConfig(memory=pages * page, window=100, page_size=4, max_rows=4, step_tokens=8)
     return LLM(config, ModelRunner(loaded, config, methods.get("dense")))
 
 

@@ -70,7 +70,7 @@ def test_the_plan_adds_up(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_impossible_plans_say_the_numbers_and_what_to_do(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded, dense = model("llama", "float32"), methods.get("dense")
     step = measure_step(loaded, config(), dense)
-    stripe = loaded.layout(4).stripe_bytes
+    stripe = sum(group.stripe_bytes for group in loaded.groups(4))
     monkeypatch.setattr(sizing, "usable_memory", lambda device: loaded.weight_bytes + step)
     with pytest.raises(BadModel, match=r"no room for KV on cpu: weights take .* a step 16\.0 MiB") as caught:
         plan_memory(loaded, config(), dense)

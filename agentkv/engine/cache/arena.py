@@ -1,14 +1,20 @@
 """The arena: one byte range, handed out as units of a few size classes.
 
 A **slab** is a run of units of one class; it belongs to that class until its last unit is free, then its bytes return to
-the arena. Units never split or merge. Host side only: it hands out offsets and never touches memory.
+the arena, unless they are claimed. Units never split or merge. Host side only: it hands out offsets and never touches memory.
+
+A **claim** is a number of free units set aside for a class: they lie on slabs of the class, so no other class can take them.
+Where free bytes lie badly for it, units move (`cache/compaction.py`), so that every free byte can be had by every class. The
+arena is told who copies the bytes (`mover`) and who must know (`followers`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from agentkv.engine.core import GRANULE
 
@@ -38,29 +44,68 @@ class UnitClass:
         return self.unit_bytes // GRANULE
 
 
+class UnitMoves(NamedTuple):
+    """Units of one class to copy whole, source[i] to target[i], in order.
+
+    Sources ascend and no target overlaps a source that comes later, so any run of consecutive moves may be read before it is
+    written.
+    """
+
+    cls: UnitClass
+    source: list[int]
+    target: list[int]
+
+
 @dataclass(slots=True, eq=False)
-class _Slab:
-    base: int  # granules
-    count: int  # units
-    free: int  # bit i set: unit i is free
+class Slab:
+    """A run of `count` units from granule `base` on. free: bit i set, unit i is free."""
+
+    cls: UnitClass
+    base: int
+    count: int
+    free: int
     free_count: int
+
+    @property
+    def end(self) -> int:
+        """Granule behind the last unit."""
+        return self.base + self.count * self.cls.granules
+
+    @property
+    def live(self) -> int:
+        """Units that are handed out."""
+        return self.count - self.free_count
+
+    def units(self) -> list[int]:
+        """Those units, ascending."""
+        return [self.base + i * self.cls.granules for i in range(self.count) if not self.free >> i & 1]
 
 
 @dataclass(slots=True)
-class _Shelf:
-    """The slabs of one class. levels[n]: those with n free units, n = 0 the full ones."""
+class Shelf:
+    """The slabs of one class. levels[n]: those with n free units, n = 0 the full ones. empty: those with free units only.
+    used: units handed out. claimed: free units set aside."""
 
-    cls: UnitClass
-    levels: list[dict[int, _Slab]]
+    levels: defaultdict[int, dict[int, Slab]] = field(default_factory=lambda: defaultdict(dict))
     bases: list[int] = field(default_factory=list)  # sorted
-    slabs: dict[int, _Slab] = field(default_factory=dict)
+    slabs: dict[int, Slab] = field(default_factory=dict)
+    empty: dict[int, Slab] = field(default_factory=dict)
     free_units: int = 0
+    used: int = 0
+    claimed: int = 0
+
+    def fullest(self) -> Slab | None:
+        """The slab with the fewest free units, among those that have one."""
+        level = min((free for free, slabs in self.levels.items() if free and slabs), default=0)
+        return next(iter(self.levels[level].values())) if level else None
 
 
 class Arena:
     """Host allocator over `num_granules` granules. A unit is its int offset in granules.
 
-    slab_units: units of a full-sized slab (the last slab of a free range may be smaller).
+    slab_units: units of a full-sized slab. A slab may be smaller at the end of a free range, and is larger where the largest
+    unit seen so far would not fit in it. sticky: slabs that run empty stay with their class until the next `claim`, so that it
+    finds what was just freed (a step frees pages that it will want back).
     """
 
     def __init__(self, num_granules: int, *, slab_units: int = 64) -> None:
@@ -68,8 +113,17 @@ class Arena:
         self.slab_units = slab_units
         self.used_granules = 0
         self.peak_granules = 0
-        self._ranges: list[tuple[int, int]] = [(0, num_granules)] if num_granules else []  # free, sorted, never touching
-        self._shelves: dict[UnitClass, _Shelf] = {}
+        self.sticky = False
+        self.moved_bytes = 0
+        self.compactions = 0
+        """How often units were moved: who keeps a copy of unit numbers compares it."""
+        self.mover: Callable[[list[UnitMoves]], None] | None = None
+        """Carries moves out on the device, at once and in order."""
+        self.ranges: list[tuple[int, int]] = [(0, num_granules)] if num_granules else []
+        """Free granules that no slab has: sorted, never touching."""
+        self.shelves: dict[UnitClass, Shelf] = {}
+        self.followers: dict[UnitClass, Callable[[dict[int, int]], None]] = {}
+        """Who is told {old unit: new unit} whenever units of the class have new places."""
 
     @property
     def used_bytes(self) -> int:
@@ -92,31 +146,85 @@ class Arena:
 
     def available(self, cls: UnitClass) -> int:
         """Units of the class that `allocate` could hand out now."""
-        shelf = self._shelves.get(cls)
-        return (shelf.free_units if shelf else 0) + sum((end - start) // cls.granules for start, end in self._ranges)
+        return self.shelf(cls).free_units + sum((end - start) // cls.granules for start, end in self.ranges)
+
+    def attainable(self, cls: UnitClass) -> int:
+        """The same after moves: all free bytes count, whichever class has them now."""
+        return (self.num_granules - self.used_granules) // cls.granules
+
+    def can_hold(self, counts: Iterable[tuple[UnitClass, int]], *, empty: bool = False) -> bool:
+        """Are there free bytes for so many units of each of these classes? empty: if nothing were handed out."""
+        taken = 0 if empty else self.used_granules
+        return sum(cls.granules * count for cls, count in counts) <= self.num_granules - taken
+
+    def fragmented_bytes(self, cls: UnitClass) -> int:
+        """Bytes that are free and not claimed by others, but that the class cannot have without a move."""
+        claimed = sum(shelf.claimed * other.granules for other, shelf in self.shelves.items() if other is not cls)
+        free = self.num_granules - self.used_granules - claimed
+        return max(0, free // cls.granules - self.available(cls)) * cls.unit_bytes
 
     def can_allocate(self, cls: UnitClass, count: int) -> bool:
         """Would `allocate` succeed?"""
         return self.available(cls) >= count
 
+    def fits(self, counts: Iterable[tuple[UnitClass, int]], *, exact: bool = False) -> bool:
+        """Could so many units of each of these classes be handed out together as things lie? exact: in slabs that are no
+        larger than needed."""
+        ranges = list(self.ranges)
+        for cls, count in counts:
+            short = count - self.shelf(cls).free_units
+            while short > 0:
+                carved = self._carve(ranges, cls, short if exact else None)
+                if carved is None:
+                    return False
+                short -= carved[1]
+        return True
+
+    def claim(self, counts: Iterable[tuple[UnitClass, int]]) -> bool:
+        """Set aside so many free units of each of these classes, in place of what they had claimed before; units move if that
+        is needed. False if there are too few free bytes; then the claims are what they were. Raises what the mover raises."""
+        from agentkv.engine.cache.compaction import make_room
+
+        wanted = list(({cls: shelf.claimed for cls, shelf in self.shelves.items()} | dict(counts)).items())
+        if not self.can_hold(wanted):
+            return False
+        for cls, count in wanted:
+            self.shelf(cls).claimed = count
+        self.drop_empty()
+        exact = not self.fits(wanted)
+        if exact:
+            make_room(self, wanted)
+        for cls, count in wanted:
+            shelf = self.shelf(cls)
+            while shelf.free_units < count:
+                self._new_slab(cls, count - shelf.free_units if exact else None)
+        self.drop_empty()
+        return True
+
+    def claimed(self, cls: UnitClass) -> int:
+        """Free units that are set aside for the class."""
+        return self.shelf(cls).claimed
+
+    def used(self, cls: UnitClass) -> int:
+        """How many units of the class are handed out."""
+        return self.shelf(cls).used
+
     def allocate(self, cls: UnitClass, count: int) -> list[int]:
         """`count` units, from the fullest slabs first, ascending inside a slab. Raises ArenaFull and takes none if short."""
         if not self.can_allocate(cls, count):
             raise ArenaFull(f"{count} units of {cls.name!r} wanted, {self.available(cls)} free")
-        shelf = self._shelf(cls)
-        units: list[int] = []
+        units = self.take(cls, count)
         while len(units) < count:
-            slab = next((next(iter(level.values())) for level in shelf.levels[1:] if level), None) or self._new_slab(shelf)
-            units.extend(self._take(shelf, slab, count - len(units)))
-        self.used_granules += count * cls.granules
+            self._new_slab(cls)
+            units += self.take(cls, count - len(units))
         self.peak_granules = max(self.peak_granules, self.used_granules)
         return units
 
     def free(self, cls: UnitClass, units: Iterable[int]) -> None:
         """Give units back. Raises ArenaError for a unit that is not handed out in this class."""
-        shelf = self._shelf(cls)
+        shelf = self.shelf(cls)
         for unit in units:
-            slab = self._slab_of(shelf, unit)
+            slab = self._slab_of(cls, unit)
             bit = 1 << ((unit - slab.base) // cls.granules)
             if slab.free & bit:
                 raise ArenaError(f"unit {unit} of {cls.name!r} freed twice")
@@ -124,32 +232,38 @@ class Arena:
             slab.free |= bit
             slab.free_count += 1
             shelf.free_units += 1
+            shelf.used -= 1
+            shelf.levels[slab.free_count][slab.base] = slab
             self.used_granules -= cls.granules
-            if slab.free_count == slab.count:
-                self._drop_slab(shelf, slab)
-            else:
-                shelf.levels[slab.free_count][slab.base] = slab
+            if not slab.live:
+                shelf.empty[slab.base] = slab
+                if not self.sticky and shelf.free_units - slab.count >= shelf.claimed:
+                    self.lift(slab)
 
     def used_units(self, cls: UnitClass) -> Iterator[int]:
         """Every unit of the class that is handed out."""
-        shelf = self._shelf(cls)
-        for slab in shelf.slabs.values():
-            yield from (slab.base + i * cls.granules for i in range(slab.count) if not slab.free >> i & 1)
+        for slab in self.shelf(cls).slabs.values():
+            yield from slab.units()
 
     def check(self) -> None:
         """Free ranges and slabs partition the arena, every count is right. Raises ArenaError."""
-        spans = [(start, end) for start, end in self._ranges]
+        spans = list(self.ranges)
         used = 0
-        for cls, shelf in self._shelves.items():
+        for cls, shelf in self.shelves.items():
             if sorted(shelf.slabs) != shelf.bases:
                 raise ArenaError(f"slab index of {cls.name!r} is out of step")
             for slab in shelf.slabs.values():
-                spans.append((slab.base, slab.base + slab.count * cls.granules))
+                spans.append((slab.base, slab.end))
                 if slab.free.bit_count() != slab.free_count or shelf.levels[slab.free_count].get(slab.base) is not slab:
                     raise ArenaError(f"slab at {slab.base} of {cls.name!r} miscounts its free units")
-                used += (slab.count - slab.free_count) * cls.granules
-            if sum(slab.free_count for slab in shelf.slabs.values()) != shelf.free_units:
-                raise ArenaError(f"class {cls.name!r} miscounts its free units")
+                if (not slab.live) is not (slab.base in shelf.empty):
+                    raise ArenaError(f"slab at {slab.base} of {cls.name!r} is not where empty slabs are")
+                used += slab.live * cls.granules
+            free, live = (sum(getattr(slab, name) for slab in shelf.slabs.values()) for name in ("free_count", "live"))
+            if (free, live) != (shelf.free_units, shelf.used):
+                raise ArenaError(f"class {cls.name!r} miscounts its units")
+            if shelf.free_units < shelf.claimed:
+                raise ArenaError(f"class {cls.name!r} has {shelf.free_units} free units for claims of {shelf.claimed}")
         if used != self.used_granules:
             raise ArenaError(f"{self.used_granules} granules in the account, {used} in slabs")
         position = 0
@@ -160,54 +274,90 @@ class Arena:
         if position != self.num_granules:
             raise ArenaError(f"granules {position} to {self.num_granules} are lost")
 
-    def _shelf(self, cls: UnitClass) -> _Shelf:
-        if cls not in self._shelves:
-            self._shelves[cls] = _Shelf(cls, [{} for _ in range(self.slab_units + 1)])
-        return self._shelves[cls]
+    # -- slabs, for compaction
 
-    def _slab_of(self, shelf: _Shelf, unit: int) -> _Slab:
-        index = bisect_left(shelf.bases, unit + 1) - 1
-        slab = shelf.slabs[shelf.bases[index]] if index >= 0 else None
-        if slab is None or unit >= slab.base + slab.count * shelf.cls.granules or (unit - slab.base) % shelf.cls.granules:
-            raise ArenaError(f"{unit} is no unit of {shelf.cls.name!r}")
-        return slab
+    def shelf(self, cls: UnitClass) -> Shelf:
+        """The slabs of a class."""
+        return self.shelves.setdefault(cls, Shelf())
 
-    def _take(self, shelf: _Shelf, slab: _Slab, limit: int) -> list[int]:
-        count = min(limit, slab.free_count)
-        del shelf.levels[slab.free_count][slab.base]
-        units = []
-        for _ in range(count):
-            lowest = slab.free & -slab.free
-            slab.free ^= lowest
-            units.append(slab.base + (lowest.bit_length() - 1) * shelf.cls.granules)
-        slab.free_count -= count
-        shelf.free_units -= count
-        shelf.levels[slab.free_count][slab.base] = slab
+    def take(self, cls: UnitClass, most: int) -> list[int]:
+        """Up to `most` free units of the class's slabs, from the fullest on; no slab is made."""
+        shelf, units = self.shelf(cls), list[int]()
+        while len(units) < most and (slab := shelf.fullest()) is not None:
+            count = min(most - len(units), slab.free_count)
+            del shelf.levels[slab.free_count][slab.base]
+            shelf.empty.pop(slab.base, None)
+            for _ in range(count):
+                lowest = slab.free & -slab.free
+                slab.free ^= lowest
+                units.append(slab.base + (lowest.bit_length() - 1) * cls.granules)
+            slab.free_count -= count
+            shelf.free_units -= count
+            shelf.levels[slab.free_count][slab.base] = slab
+        shelf.used += len(units)
+        self.used_granules += len(units) * cls.granules
         return units
 
-    def _new_slab(self, shelf: _Shelf) -> _Slab:
-        granules = shelf.cls.granules
-        index = next(i for i, (start, end) in enumerate(self._ranges) if end - start >= granules)
-        start, end = self._ranges[index]
-        count = min(self.slab_units, (end - start) // granules)
-        rest = start + count * granules
-        self._ranges[index : index + 1] = [(rest, end)] if rest < end else []
-        slab = _Slab(start, count, (1 << count) - 1, count)
-        shelf.slabs[start] = slab
-        insort(shelf.bases, start)
-        shelf.levels[count][start] = slab
+    def lift(self, slab: Slab) -> None:
+        """Remove a slab, with the units that it has handed out; its bytes are a free range."""
+        shelf = self.shelf(slab.cls)
+        del shelf.slabs[slab.base], shelf.levels[slab.free_count][slab.base]
+        del shelf.bases[bisect_left(shelf.bases, slab.base)]
+        shelf.empty.pop(slab.base, None)
+        shelf.free_units -= slab.free_count
+        shelf.used -= slab.live
+        self.used_granules -= slab.live * slab.cls.granules
+        start, end = slab.base, slab.end
+        index = bisect_left(self.ranges, (start, end))
+        if index < len(self.ranges) and self.ranges[index][0] == end:
+            end = self.ranges.pop(index)[1]
+        if index and self.ranges[index - 1][1] == start:
+            index -= 1
+            start = self.ranges.pop(index)[0]
+        self.ranges.insert(index, (start, end))
+
+    def lay(self, cls: UnitClass, base: int, count: int) -> Slab:
+        """A slab of free units at granule `base`; all of it must lie in one free range."""
+        shelf, end = self.shelf(cls), base + count * cls.granules
+        index = bisect_left(self.ranges, (base + 1,)) - 1
+        low, high = self.ranges[index]
+        self.ranges[index : index + 1] = [(a, b) for a, b in ((low, base), (end, high)) if a < b]
+        slab = Slab(cls, base, count, (1 << count) - 1, count)
+        shelf.slabs[base] = shelf.empty[base] = shelf.levels[count][base] = slab
+        insort(shelf.bases, base)
         shelf.free_units += count
         return slab
 
-    def _drop_slab(self, shelf: _Shelf, slab: _Slab) -> None:
-        del shelf.slabs[slab.base]
-        shelf.bases.remove(slab.base)
-        shelf.free_units -= slab.count
-        start, end = slab.base, slab.base + slab.count * shelf.cls.granules
-        index = bisect_left(self._ranges, (start, end))
-        if index < len(self._ranges) and self._ranges[index][0] == end:
-            end = self._ranges.pop(index)[1]
-        if index and self._ranges[index - 1][1] == start:
-            index -= 1
-            start = self._ranges.pop(index)[0]
-        self._ranges.insert(index, (start, end))
+    def drop_empty(self) -> None:
+        """Give empty slabs back to the arena, as far as claims allow."""
+        self.sticky = False
+        for shelf in self.shelves.values():
+            for slab in list(shelf.empty.values()):
+                if shelf.free_units - slab.count >= shelf.claimed:
+                    self.lift(slab)
+
+    def _carve(self, ranges: list[tuple[int, int]], cls: UnitClass, most: int | None) -> tuple[int, int] | None:
+        """Take a slab's (base, units) out of these free ranges, at most `most` units; None if no unit fits."""
+        index = next((i for i, (start, end) in enumerate(ranges) if end - start >= cls.granules), None)
+        if index is None:
+            return None
+        start, end = ranges[index]
+        largest = max(each.granules for each in self.shelves)
+        full = max(self.slab_units, -(-largest // cls.granules))
+        count = min(full if most is None else most, (end - start) // cls.granules)
+        rest = start + count * cls.granules
+        ranges[index : index + 1] = [(rest, end)] if rest < end else []
+        return start, count
+
+    def _new_slab(self, cls: UnitClass, most: int | None = None) -> None:
+        carved = self._carve(list(self.ranges), cls, most)
+        assert carved is not None, "the caller has seen that it fits"
+        self.lay(cls, *carved)
+
+    def _slab_of(self, cls: UnitClass, unit: int) -> Slab:
+        shelf = self.shelf(cls)
+        index = bisect_left(shelf.bases, unit + 1) - 1
+        slab = shelf.slabs[shelf.bases[index]] if index >= 0 else None
+        if slab is None or unit >= slab.end or (unit - slab.base) % cls.granules:
+            raise ArenaError(f"{unit} is no unit of {cls.name!r}")
+        return slab

@@ -8,14 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
-from agentkv.engine.cache.extents import ExtentPool, Slice
-from agentkv.engine.cache.intervals import common_prefix, edits_to_apply, merged, normal_edits, size
+from agentkv.engine.cache.intervals import common_prefix, edits_to_apply, normal_edits, size
+from agentkv.engine.cache.pools import KVPools, Pieces
 from agentkv.engine.cache.radix import RadixCache
-from agentkv.engine.cache.state import KVState, Moves
-from agentkv.engine.core import Edit, Request, Sequence
+from agentkv.engine.cache.reclaim import Goal
+from agentkv.engine.cache.state import KVState
+from agentkv.engine.cache.tiers import Warm, WarmTier
+from agentkv.engine.core import Edit, Moves, Request, Sequence
+from agentkv.engine.units import NOTHING, Units
 from agentkv.errors import BadRequest
 from agentkv.types import Interval
+
+LEAST_SHARE = 4
+"""A copy to host memory frees at least a quarter of its size."""
 
 
 @dataclass(slots=True)
@@ -26,10 +33,25 @@ class Checkpoint:
     state: KVState
 
 
+class Reusable(Protocol):
+    """A state of a history, resident or not."""
+
+    logical_length: int
+    edits: tuple[Edit, ...]
+
+    def usable(self, limit: int) -> int:
+        """Longest length up to `limit` that it can be cut to; 0 if there is none."""
+        ...
+
+
+Holder = TypeVar("Holder", bound=Reusable)
+
+
 @dataclass(slots=True, eq=False)
 class Chain:
     """active: the sequence that is advancing it. boundary: tokens with KV at the last turn boundary. lost: why the state has
-    fewer now."""
+    fewer now. warm: a copy of the state in host memory, where there is no state; it may reach further than token_ids do now.
+    cuts: lengths of the checkpoints at that time."""
 
     chain_id: str
     salt: str
@@ -41,36 +63,64 @@ class Chain:
     suspended: bool = False
     boundary: int = 0
     lost: str = ""
+    warm: Warm | None = None
+    cuts: tuple[int, ...] = ()
 
     @property
     def at_boundary(self) -> bool:
         """Is everything resident that was at the last turn boundary? Only then a prune means the same now as in a replay."""
         return self.state is not None and self.state.logical_length == len(self.token_ids) - 1
 
-    def slices(self) -> Iterator[Slice]:
-        """Everything the chain holds."""
+    def holders(self) -> Iterator[KVState]:
+        """The state, then the checkpoints from the newest on."""
         if self.state is not None:
-            yield from self.state.slices
-        for checkpoint in self.checkpoints:
-            yield from checkpoint.state.slices
+            yield self.state
+        for checkpoint in reversed(self.checkpoints):
+            yield checkpoint.state
 
-    def continuation(self, request: Request, wanted: tuple[Edit, ...], limit: int) -> tuple[int, list[Edit]]:
-        """How many leading tokens of the request the state can give, and the edits left to apply; (0, wanted) if none.
+    def slices(self) -> Iterator[Pieces]:
+        """Everything the chain holds."""
+        return (holder.slices for holder in self.holders())
 
-        A cut of the state is usable if it has seen exactly the edits that the request's history had seen there.
+    def usable(self, limit: int) -> tuple[KVState, int] | None:
+        """The longest state up to `limit` tokens that can be cut out of what is held: its holder and its length.
+
+        Where there are windows, a checkpoint may have slots that the state has let go of.
         """
-        if self.state is None or request.salt != self.salt:
-            return 0, list(wanted)
-        top = min(limit, self.state.logical_length, common_prefix(self.token_ids, request.token_ids))
-        edges = {top}
-        for edit in (*self.state.edits, *wanted):
-            edges |= {edit.at - 1, *(start for start, _ in edit.removed)}
-        for length in sorted(edges, reverse=True):
-            if 0 < length <= top:
-                todo = edits_to_apply(normal_edits(self.state.edits, length + 1), wanted, length)
-                if todo is not None:
-                    return length, todo
-        return 0, list(wanted)
+        found = [(holder, holder.usable(limit)) for holder in self.holders()]
+        best = max(found, key=lambda each: each[1], default=None)
+        return best if best is not None and best[1] else None
+
+    def continuation(self, request: Request, wanted: tuple[Edit, ...], limit: int) -> tuple[KVState, int, list[Edit]] | None:
+        """The holder that can give the most leading tokens of the request, how many, and the edits left to apply.
+
+        A cut is usable if it has seen exactly the edits that the request's history had seen there.
+        """
+        return self._longest(self.holders(), request, wanted, limit) if self.state is not None else None
+
+    def promise(self, request: Request, wanted: tuple[Edit, ...], limit: int) -> int:
+        """How many leading tokens of the request the warm copy can give, once it is restored."""
+        found = self._longest([self.warm], request, wanted, limit) if self.warm is not None else None
+        return found[1] if found is not None else 0
+
+    def _longest(
+        self, holders: Iterable[Holder], request: Request, wanted: tuple[Edit, ...], limit: int
+    ) -> tuple[Holder, int, list[Edit]] | None:
+        if request.salt != self.salt:
+            return None
+        limit = min(limit, common_prefix(self.token_ids, request.token_ids))
+        best: tuple[Holder, int, list[Edit]] | None = None
+        for holder in holders:
+            top = min(limit, holder.logical_length)
+            edges = {top}
+            for edit in (*holder.edits, *wanted):
+                edges |= {edit.at - 1, *(start for start, _ in edit.removed)}
+            for length in sorted(edges, reverse=True):
+                if (best[1] if best else 0) < length <= top and holder.usable(length) == length:
+                    todo = edits_to_apply(normal_edits(holder.edits, length + 1), wanted, length)
+                    if todo is not None:
+                        best = holder, length, todo
+        return best
 
     def miss_reason(self, request: Request, expected: int) -> str:
         """Why fewer than `expected` tokens could be reused."""
@@ -84,11 +134,13 @@ class Chain:
 
 
 class ChainCache:
-    """All chains. tick: a counter shared with the radix cache; keep: turn boundaries kept as checkpoints."""
+    """All chains. tick: a counter shared with the radix cache; keep: turn boundaries kept as checkpoints; tier: where idle
+    chains go instead of being dropped."""
 
-    def __init__(self, pool: ExtentPool, radix: RadixCache, tick: Callable[[], int], keep: int) -> None:
-        self.pool = pool
+    def __init__(self, pools: KVPools, radix: RadixCache, tick: Callable[[], int], keep: int, tier: WarmTier) -> None:
+        self.pools = pools
         self.radix = radix
+        self.tier = tier
         self.keep = keep
         self.chains: dict[str, Chain] = {}
         self._tick = tick
@@ -109,8 +161,11 @@ class ChainCache:
             if not chain.token_ids:
                 del self.chains[chain.chain_id]
 
-    def advance(self, chain: Chain, token_ids: list[int], state: KVState, salt: str) -> None:
-        """A turn is committed: the chain takes over `state`, and a boundary is at the end of `token_ids`."""
+    def advance(self, chain: Chain, token_ids: list[int], state: KVState, salt: str, boundary: int) -> None:
+        """A turn is committed: the chain takes over `state`, and a boundary is at the end of `token_ids`.
+
+        boundary: tokens that have been forwarded; `state` has fewer where a window did not reach back as far.
+        """
         same = common_prefix(chain.token_ids, token_ids) if salt == chain.salt else 0
         kept = min(same, state.pure_length)
         if kept < min(chain.boundary, len(chain.token_ids) - 1):
@@ -118,8 +173,11 @@ class ChainCache:
         lengths = [checkpoint.length for checkpoint in chain.checkpoints if checkpoint.length <= same]
         if chain.state is not None:
             chain.state.release()
+        self._discard_copy(chain)
+        state.trim()
         chain.state, chain.token_ids, chain.salt = state, token_ids, salt
-        chain.boundary, chain.lost, chain.last_used = state.logical_length, "", self._tick()
+        chain.boundary, chain.last_used = boundary, self._tick()
+        chain.lost = "reclaimed" if state.logical_length < boundary else ""
         self._recut(chain, [*(length for length in lengths if length < len(token_ids)), len(token_ids)])
         self.radix.insert(salt, token_ids, state, chain.chain_id)
 
@@ -130,10 +188,14 @@ class ChainCache:
         length = _within(chain, length)
         child = Chain(chain_id, chain.salt, chain.token_ids[:length], last_used=self._tick(), lost=chain.lost)
         child.boundary = min(chain.boundary, max(0, length - 1))
-        if chain.state is not None and length > 1:
-            child.state = chain.state.fork()
-            child.state.cut(length - 1)
-            self._recut(child, [checkpoint.length for checkpoint in chain.checkpoints if checkpoint.length <= length])
+        found = chain.usable(length - 1)
+        if found is not None:
+            child.state = found[0].fork()
+            child.state.cut(found[1])
+            points = [checkpoint for checkpoint in chain.checkpoints if checkpoint.length <= length]
+            child.checkpoints = [Checkpoint(point.length, point.state.fork()) for point in points]
+        elif chain.warm is not None and length > 1:
+            child.warm, child.cuts = self.tier.share(chain.warm), chain.cuts
         self.chains[chain_id] = child
         return child
 
@@ -142,17 +204,12 @@ class ChainCache:
         length = _within(chain, length)
         kept = max(0, length - 1)
         self._disown(chain, kept)
-        found = next((checkpoint for checkpoint in chain.checkpoints if checkpoint.length == length), None)
-        if found is not None and chain.state is not None:
-            chain.state.release()
-            chain.state = found.state.fork()
         chain.token_ids = chain.token_ids[:length]
         chain.boundary = min(chain.boundary, kept)
-        if chain.state is not None:
-            chain.state.cut(kept)
-            self._recut(chain, [checkpoint.length for checkpoint in chain.checkpoints if checkpoint.length <= length])
+        if self._cut(chain, kept):
+            assert chain.state is not None
             self.radix.insert(chain.salt, chain.token_ids, chain.state, chain.chain_id)
-        if not kept:
+        elif chain.warm is None or not kept:  # a copy is cut when it is back
             self.lose(chain, chain.lost)
 
     def drop(self, chain: Chain) -> None:
@@ -161,66 +218,113 @@ class ChainCache:
         del self.chains[chain.chain_id]
 
     def lose(self, chain: Chain, reason: str) -> None:
-        """Let the chain's KV go; its token ids stay."""
+        """Let the chain's KV go, its copy too; its token ids stay."""
+        self._discard_copy(chain)
         self._disown(chain, 0)
         self._recut(chain, [])
         if chain.state is not None:
             chain.state.release()
         chain.state, chain.lost = None, reason
 
-    def price(self, chain: Chain, intervals: Iterable[Interval]) -> tuple[int, int]:
-        """(tokens, units) that `prune` would free. Negative units: copies of pages that others share cost more than goes."""
-        state, slots = self._prunable(chain, intervals)
-        if state is None or not slots:
-            return 0, 0
-        first, tail = slots[0][0], len(slots) == 1 and slots[0][1] == state.length
-        floor = first - first % self.pool.page_size
-        fresh = 0 if tail else self.pool.pages(state.length - size(slots)) - self.pool.pages(floor)
-        released = [*self._radix_tail(chain, state.position(floor)), *chain.slices()]
-        retained = state.between(0, first if tail else floor)
-        return size(slots), self.pool.returned(released, retained) - fresh
+    def demote(self, chain: Chain) -> bool:
+        """Move the KV of a chain that no sequence runs on to host memory. False, and nothing happens, where there is none, no
+        room for it, or where others hold so much of it that the copy would hardly free anything."""
+        if chain.state is None or (chain.active is not None and chain.active.state is not None):
+            return False
+        if self.pools.bytes(self.unique_units(chain)) * LEAST_SHARE < self.pools.bytes(chain.state.units):
+            return False
+        warm = self.tier.demote(chain.state, chain.token_ids, chain.salt)
+        if warm is None:
+            return False
+        cuts = tuple(checkpoint.length for checkpoint in chain.checkpoints)
+        self.lose(chain, "reclaimed")
+        chain.warm, chain.cuts = warm, cuts
+        return True
 
-    def prune(self, chain: Chain, intervals: Iterable[Interval], acquire: Callable[[int], int]) -> list[Moves]:
+    def restore(self, chain: Chain, room: Callable[[Units], bool]) -> None:
+        """Bring a chain's KV back from host memory, as far as the chain reaches now, with those checkpoints that are cuts of
+        it; what it shared before is its own now. Where the copy cannot be trusted, `chain.lost` says why. room: see
+        `WarmTier.restore`."""
+        warm = chain.warm
+        if warm is None:
+            return None
+        state = self.tier.restore(warm, room)
+        if state is None:
+            if warm.lost:
+                chain.warm, chain.lost = None, warm.lost
+            return None
+        chain.warm, chain.state, chain.lost = None, state, ""
+        if not self._cut(chain, len(chain.token_ids) - 1):
+            return self.lose(chain, "reclaimed")  # rolled back past where its windows begin
+        self._recut(chain, [length for length in chain.cuts if length <= len(chain.token_ids)])
+        self.radix.insert(chain.salt, chain.token_ids, state, chain.chain_id)
+        return None
+
+    def price(self, chain: Chain, intervals: Iterable[Interval]) -> tuple[int, Units]:
+        """(tokens, units) that `prune` would free. Negative units: copies of pages that others share cost more than goes."""
+        kept = self._prunable(chain, intervals)
+        state = chain.state
+        if state is None or not kept:
+            return 0, NOTHING
+        left = [[holding.left_by(kept) for holding in state.holdings]]
+        for point in chain.checkpoints:  # what the state still holds of it is a cut of the state afterwards
+            pairs = zip(point.state.holdings, state.holdings, strict=True)
+            covers = [theirs.covers(point.state.logical_length) for theirs in state.holdings]
+            left.append([([], 0) if covered else mine.left_by(kept) for (mine, _), covered in zip(pairs, covers, strict=True)])
+        retained = [tuple(slices for slices, _ in each) for each in left]
+        fresh = NOTHING
+        for each in left:
+            fresh += Units.of(pages for _, pages in each)
+        released = [*self._radix_tail(chain, state.page_floor(kept[0][0])), *chain.slices()]
+        return size(kept), self.pools.returned(released, retained) - fresh
+
+    def prune(self, chain: Chain, intervals: Iterable[Interval], acquire: Callable[[Units], Units]) -> list[Moves]:
         """Remove the slots of these logical intervals from the state and every checkpoint; the moves to make, in order.
 
         acquire(n): make n units available if possible; the units that may be used. Where even that is too few, the chain
         loses its KV (reason reclaimed). Nothing happens to a chain that is not wholly resident: its next request replays.
         """
-        state, slots = self._prunable(chain, intervals)
-        if state is None or not slots:
+        kept = self._prunable(chain, intervals)
+        state = chain.state
+        if state is None or not kept:
             return []
-        lengths = [checkpoint.length for checkpoint in chain.checkpoints]
-        self._recut(chain, [])
-        self._disown(chain, state.position(slots[0][0] - slots[0][0] % self.pool.page_size))
-        wanted = state.copy_units(intervals)
+        self._disown(chain, state.page_floor(kept[0][0]))
+        for point in chain.checkpoints:
+            point.state.hollow(state)
+        windows = NOTHING
+        for point in chain.checkpoints:
+            windows += point.state.copy_units(kept)
+        wanted = state.copy_units(kept) + windows
         spare = acquire(wanted)
-        if spare < wanted:
+        if not wanted.within(spare):
             self.lose(chain, "reclaimed")
             return []
-        change = state.remove(intervals, spare)
-        self._recut(chain, lengths)
+        moves = state.remove(kept, spare - windows).moves
+        for point in chain.checkpoints:
+            moves += point.state.remove(kept, point.state.copy_units(kept)).moves
+        self._recut(chain, [point.length for point in chain.checkpoints])
         self.radix.insert(chain.salt, chain.token_ids, state, chain.chain_id)
-        return change.moves
+        return moves
 
-    def unique_units(self, chain: Chain) -> int:
+    def unique_units(self, chain: Chain) -> Units:
         """Units that return when the chain is dropped."""
-        return self.pool.returned([*self._radix_tail(chain, 0), *chain.slices()])
+        return self.pools.returned([*self._radix_tail(chain, 0), *chain.slices()])
 
-    def reclaim_checkpoints(self, goal: int) -> None:
-        """Let go of checkpoints that alone hold units, least recently used chains first, until `goal` units are free."""
+    def reclaim_checkpoints(self, goal: Goal) -> None:
+        """Let go of checkpoints that alone hold units, least recently used chains first, until the goal is met."""
         for chain in self._by_age(self.chains.values()):
-            if self.pool.free_units >= goal:
+            if goal.met():
                 return
-            if self.pool.returned([part for checkpoint in chain.checkpoints for part in checkpoint.state.slices]):
+            if self.pools.returned(point.state.slices for point in chain.checkpoints):
                 self._recut(chain, [])
 
-    def reclaim(self, chains: Iterable[Chain], goal: int, *, whole: bool = False) -> None:
-        """Shorten these chains from their ends, in the order given, until `goal` units are free.
+    def reclaim(self, chains: Iterable[Chain], goal: Goal, *, whole: bool = False) -> None:
+        """Demote these chains, or shorten them from their ends, in the order given, until the goal is met.
 
         whole False: chains that alone would free nothing are left as they are.
         """
         for chain in chains:
-            if self.pool.free_units >= goal:
+            if goal.met():
                 return
             if chain.state is not None and (whole or self.unique_units(chain)):
                 self._shrink(chain, goal)
@@ -233,46 +337,71 @@ class ChainCache:
         """Chains with a sequence, the last to come first."""
         return self._by_age(chain for chain in self.chains.values() if chain.active is not None)[::-1]
 
-    def _shrink(self, chain: Chain, goal: int) -> None:
-        self._recut(chain, [])
-        step = goal - self.pool.free_units
-        while self.pool.free_units < goal and chain.state is not None:
-            slots = max(0, len(chain.state.units) - step) * self.pool.page_size
-            kept = chain.state.position(slots)
-            if slots:
-                self._disown(chain, kept)
-                chain.state.cut(kept)
+    def _discard_copy(self, chain: Chain) -> None:
+        if chain.warm is not None:
+            self.tier.discard(chain.warm)
+            chain.warm = None
+
+    def _shrink(self, chain: Chain, goal: Goal) -> None:
+        if self.demote(chain):
+            return
+        if chain.state is not None and not any(holding.pool.window for holding in chain.state.holdings):
+            self._recut(chain, [])  # where there are windows, a checkpoint may be all that can be gone back to
+        step = goal.pages()
+        while chain.state is not None and not goal.met():
+            longest = max(chain.state.holdings, key=lambda holding: len(holding.units))
+            slots = longest.start + (len(longest.units) - step) * longest.pool.page_size
+            kept = longest.position(slots) if slots > longest.start else 0
+            self._disown(chain, kept)
+            if kept and self._cut(chain, kept):
                 chain.lost = "reclaimed"
             else:
                 self.lose(chain, "reclaimed")
             step *= 2
 
-    def _prunable(self, chain: Chain, intervals: Iterable[Interval]) -> tuple[KVState | None, list[Interval]]:
-        if chain.state is None or not chain.at_boundary:
-            return None, []
-        return chain.state, chain.state.slots_of(merged(intervals))
+    def _cut(self, chain: Chain, length: int) -> int:
+        """Cut the state to the longest usable length up to `length`, and return that; checkpoints past it go."""
+        found = chain.usable(length)
+        if found is None or chain.state is None:
+            return 0
+        holder, kept = found
+        if holder is not chain.state:
+            state = holder.fork()
+            chain.state.release()
+            chain.state = state
+        chain.state.cut(kept)
+        self._recut(chain, [point.length for point in chain.checkpoints if point.length <= kept + 1])
+        return kept
+
+    def _prunable(self, chain: Chain, intervals: Iterable[Interval]) -> list[Interval]:
+        """What a prune of these intervals would remove."""
+        return chain.state.kept(intervals) if chain.state is not None and chain.at_boundary else []
 
     def _disown(self, chain: Chain, keep: int) -> None:
         """Take the chain's own entries from token `keep` on out of the prefix cache, with the page that `keep` lies in."""
-        keep -= keep % self.pool.page_size
-        self.radix.disown(chain.salt, chain.token_ids, chain.chain_id, keep)
+        self.radix.disown(chain.salt, chain.token_ids, chain.chain_id, keep - keep % self.pools.page_lcm)
 
-    def _radix_tail(self, chain: Chain, keep: int) -> list[Slice]:
-        nodes = self.radix.tail(chain.salt, chain.token_ids, chain.chain_id, keep)
-        return [piece for node in nodes for piece in node.pieces]
+    def _radix_tail(self, chain: Chain, keep: int) -> list[Pieces]:
+        keep -= keep % self.pools.page_lcm
+        return [node.slices for node in self.radix.tail(chain.salt, chain.token_ids, chain.chain_id, keep)]
 
     def _recut(self, chain: Chain, lengths: list[int]) -> None:
-        """Make the checkpoints anew as cuts of the state, so that they have seen the same prunes and share its pages.
-
-        Right because KV is append-only: a cut of the state is the state as it was at that boundary.
+        """Keep checkpoints at these lengths only, as cuts of the state, so that they have seen the same prunes and share its
+        pages. Right because KV is append-only: a cut of the state is the state as it was at that boundary. What the state
+        has let go of, a window behind it, is the checkpoint's own.
         """
-        old, chain.checkpoints = chain.checkpoints, []
+        old = {checkpoint.length: checkpoint for checkpoint in chain.checkpoints}
+        chain.checkpoints = []
         for length in lengths[-self.keep :] if self.keep else []:
             assert chain.state is not None
-            state = chain.state.fork()
-            state.cut(max(0, length - 1))
-            chain.checkpoints.append(Checkpoint(length, state))
-        for checkpoint in old:
+            kept = min(max(0, length - 1), chain.state.logical_length)
+            if chain.state.usable(kept) == kept:
+                state = chain.state.fork()
+                state.cut(kept)
+                chain.checkpoints.append(Checkpoint(length, state))
+            elif length in old and old[length].state.recut(chain.state):
+                chain.checkpoints.append(old.pop(length))
+        for checkpoint in old.values():
             checkpoint.state.release()
 
     def _by_age(self, chains: Iterable[Chain]) -> list[Chain]:

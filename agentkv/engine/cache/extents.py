@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+from weakref import WeakSet
 
 from agentkv.engine.cache.arena import Arena, ArenaError, UnitClass
 
@@ -39,15 +40,34 @@ class Slice(NamedTuple):
     stop: int
 
 
-class ExtentPool:
-    """All extents of one unit class; a page of `page_size` slots is one unit."""
+class Table(Protocol):
+    """Something that lists the units of its slices."""
 
-    def __init__(self, arena: Arena, cls: UnitClass, page_size: int) -> None:
+    def follow(self) -> None:
+        """Units have moved: read the numbers anew."""
+        ...
+
+
+class ExtentPool:
+    """All extents of one KV group, which has a unit class to itself; a page of `page_size` slots is one unit.
+
+    group: its index among the groups. window: tokens that a query sees, None for all; slack: how many more are kept. tables:
+    whoever lists units of this pool beside its slices; `follow` is called when units have moved.
+    """
+
+    def __init__(
+        self, arena: Arena, cls: UnitClass, page_size: int, *, group: int = 0, window: int | None = None, slack: int = 0
+    ) -> None:
         self.arena = arena
         self.cls = cls
         self.page_size = page_size
-        self.total_units = arena.available(cls)
+        self.group = group
+        self.window = window
+        self.slack = slack
+        self.total_units = arena.attainable(cls)
         self.extents: set[Extent] = set()
+        self.tables: WeakSet[Table] = WeakSet()
+        arena.followers[cls] = self._follow
 
     @property
     def free_units(self) -> int:
@@ -73,18 +93,22 @@ class ExtentPool:
             if cached:
                 extent.cached[start, stop] += 1
 
-    def release(self, slices: Iterable[Slice], *, cached: bool = False) -> None:
-        """Drop holds; units that nobody touches any more return to the arena."""
+    def release(self, slices: Iterable[Slice], *, cached: bool = False) -> int:
+        """Drop holds; units that nobody touches any more return to the arena. How many did."""
+        returned = 0
         for extent, start, stop in slices:
             if cached:
                 _drop(extent.cached, (start, stop))
             if not _drop(extent.holders, (start, stop)):
-                self._free_unheld(extent)
+                returned += self._free_unheld(extent)
+        return returned
 
-    def swap(self, old: Slice, new: Slice) -> None:
-        """Hold `new` instead of `old` (same extent)."""
-        self.retain([new])
-        self.release([old])
+    def extend(self, tail: Slice, stop: int) -> Slice:
+        """Hold more of the extent than `tail` does, up to `stop`, instead of it."""
+        extent, start, end = tail
+        extent.holders[start, stop] += 1
+        _drop(extent.holders, (start, end))
+        return Slice(extent, start, stop)
 
     def writable(self, tail: Slice) -> bool:
         """May the holder of `tail` write past its stop inside its last page? Not if another slice reads there."""
@@ -128,7 +152,7 @@ class ExtentPool:
             yield from extent.units[start // self.page_size : self.pages(stop)]
 
     def check(self, held: Iterable[Slice], cached: Iterable[Slice]) -> None:
-        """Every extent's holders are exactly the given slices; live units and the arena's used units are the same set."""
+        """Every extent's holders are exactly the given slices; live units and the class's used units are the same set."""
         holders: dict[Extent, Counter[tuple[int, int]]] = {}
         in_cache: dict[Extent, Counter[tuple[int, int]]] = {}
         for extent, start, stop in held:
@@ -147,16 +171,25 @@ class ExtentPool:
             live += [unit for i, unit in enumerate(extent.units) if extent.alive >> i & 1]
         if len(live) != len(set(live)) or set(live) != set(self.arena.used_units(self.cls)):
             raise ArenaError("referenced units and free units do not partition the arena")
-        self.arena.check()
 
-    def _free_unheld(self, extent: Extent) -> None:
+    def _follow(self, moved: dict[int, int]) -> None:
+        """Units have new places: {old: new}."""
+        for extent in self.extents:
+            if not moved.keys().isdisjoint(extent.units):
+                alive = extent.alive
+                extent.units = tuple(moved.get(unit, unit) if alive >> i & 1 else unit for i, unit in enumerate(extent.units))
+        for table in self.tables:
+            table.follow()
+
+    def _free_unheld(self, extent: Extent) -> int:
         gone = extent.alive & ~self._mask(extent.holders)
         if not gone:
-            return
+            return 0
         extent.alive ^= gone
         self.arena.free(self.cls, [unit for i, unit in enumerate(extent.units) if gone >> i & 1])
         if not extent.alive:
             self.extents.discard(extent)
+        return gone.bit_count()
 
     def _mask(self, holders: Iterable[tuple[int, int]]) -> int:
         mask = 0

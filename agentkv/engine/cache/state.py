@@ -14,42 +14,46 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from agentkv.engine.cache.arena import ArenaFull
-from agentkv.engine.cache.extents import ExtentPool, Slice
+from agentkv.engine.cache.holding import Holding, Shift, append_run
 from agentkv.engine.cache.intervals import clip, merged, normal_edits, size, subtract
-from agentkv.engine.core import Edit, Slot
+from agentkv.engine.cache.pools import KVPools, Pieces
+from agentkv.engine.core import Edit, Moves
+from agentkv.engine.units import NOTHING, Units
 from agentkv.types import Interval
-
-SPARE_SHARE = 16
-"""A compaction takes at most a sixteenth of the state's pages beyond what it must have."""
-
-Moves = tuple[list[Slot], list[Slot]]
-"""Source and target slots of one call of `Runner.move_slots`."""
 
 
 @dataclass(slots=True)
 class Change:
-    """What the device must do after a state changed. moves: calls to make, in order. first_page: first page that is another
-    unit than before (the row's table must be rewritten from there). new_units: units taken from the arena, net."""
+    """What the device must do after a state changed. moves: calls to make, in order. first_pages: by group, the first page
+    that is another unit than before; () where every page is what it was. new_units: units taken from the arena, net."""
 
-    first_page: int
-    new_units: int = 0
+    first_pages: tuple[int, ...]
+    new_units: Units
     moves: list[Moves] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, shifts: Sequence[Shift]) -> Change:
+        """The groups' changes together."""
+        return cls(
+            tuple(shift.first_page for shift in shifts),
+            Units.of(shift.new_units for shift in shifts),
+            [moves for shift in shifts for moves in shift.moves],
+        )
 
 
 class KVState:
-    """One holder of slices, in physical order. Mutable; `fork` makes another holder of the same slots.
+    """What was computed of a history, and by group the slots that are held of it. Mutable; `fork` makes another holder.
 
-    Every slice starts at a page edge and all but the last end at one. length counts slots, logical_length tokens. edits:
-    the prunes it has seen, in normal form for a history one token longer than the state (the last token of a history has
-    no KV yet). Content of slots is never rewritten, so sharers never notice each other.
+    runs: logical intervals of the tokens that no prune has removed; length: how many they are; logical_length counts all.
+    edits: the prunes it has seen, in normal form for a history one token longer than the state (the last token of a history
+    has no KV yet). holdings: by group; a full group holds all of `runs`, a window group their end.
     """
 
-    __slots__ = ("closed", "edits", "length", "logical_length", "pool", "runs", "slices", "units")
+    __slots__ = ("closed", "edits", "holdings", "length", "logical_length", "pools", "runs")
 
-    def __init__(self, pool: ExtentPool) -> None:
-        self.pool = pool
-        self.slices: list[Slice] = []
-        self.units: list[int] = []
+    def __init__(self, pools: KVPools) -> None:
+        self.pools = pools
+        self.holdings: tuple[Holding, ...] = tuple(Holding(pool) for pool in pools.pools)
         self.runs: list[Interval] = []
         self.length = 0
         self.logical_length = 0
@@ -57,34 +61,28 @@ class KVState:
         self.closed = False
 
     @classmethod
-    def of(cls, pool: ExtentPool, pieces: Iterable[Slice]) -> KVState:
-        """A never pruned state over pieces that follow one another slot by slot.
-
-        Where a piece starts inside a page, its copy of that page holds the page's earlier slots too and replaces the
-        copy of the piece before it.
-        """
-        state = cls(pool)
-        for extent, start, stop in pieces:
-            floor = start - start % pool.page_size
-            surplus = start - floor
-            while surplus:
-                last = state.slices.pop()
-                keep = last.stop - surplus
-                if keep > last.start:
-                    state.slices.append(last._replace(stop=keep))
-                surplus = max(0, last.start - keep)
-            if state.slices and state.slices[-1].extent is extent and state.slices[-1].stop == floor:
-                floor = state.slices.pop().start
-            state.slices.append(Slice(extent, floor, stop))
-        pool.retain(state.slices)
-        state.units = list(pool.units_of(state.slices))
-        state.length = state.logical_length = sum(piece.stop - piece.start for piece in state.slices)
-        state.runs = [(0, state.length)] if state.length else []
+    def of(cls, pools: KVPools, length: int, pieces: Pieces) -> KVState:
+        """A never pruned state of `length` tokens over pieces that end there and follow one another slot by slot."""
+        state = cls(pools)
+        starts = [length - sum(piece.stop - piece.start for piece in each) for each in pieces]
+        state.holdings = tuple(map(Holding.of, pools.pools, pieces, starts))
+        state.length = state.logical_length = length
+        state.runs = [(0, length)] if length else []
         return state
 
     @property
+    def slices(self) -> Pieces:
+        """Everything it holds."""
+        return tuple(holding.slices for holding in self.holdings)
+
+    @property
+    def units(self) -> Units:
+        """How many units it holds."""
+        return Units.of(len(holding.units) for holding in self.holdings)
+
+    @property
     def holes(self) -> list[Interval]:
-        """Logical intervals below logical_length that have no slots."""
+        """Logical intervals below logical_length that were pruned."""
         return subtract([(0, self.logical_length)], self.runs)
 
     @property
@@ -97,17 +95,14 @@ class KVState:
         """Leading tokens whose KV depends on the token ids alone: up to the first hole."""
         return self.runs[0][1] if self.runs and self.runs[0][0] == 0 else 0
 
-    @property
-    def shared_pages(self) -> int:
-        """Leading pages up to the last one that somebody else holds too."""
-        page = len(self.units)
-        for held in reversed(self.slices):
-            mask = self.pool.exclusive(held)
-            for unit in range(self.pool.pages(held.stop) - 1, held.start // self.pool.page_size - 1, -1):
-                if not mask >> unit & 1:
-                    return page
-                page -= 1
-        return 0
+    def usable(self, limit: int) -> int:
+        """Longest length up to `limit` that it can be cut to with every window whole; 0 if there is none."""
+        length = min(limit, self.logical_length)
+        return length if all(holding.covers(length) for holding in self.holdings) else 0
+
+    def same_edits(self, other: KVState, length: int) -> bool:
+        """Have the two seen the same prunes up to logical `length`?"""
+        return normal_edits(self.edits, length + 1) == normal_edits(other.edits, length + 1)
 
     def digest(self, salt: str, token_ids: Sequence[int]) -> bytes:
         """What the slots hold, as 32 bytes: tenant, kept positions, edits and the ids they were computed from."""
@@ -119,102 +114,106 @@ class KVState:
     def fork(self) -> KVState:
         """Another holder of the same slots."""
         self._live()
-        child = KVState(self.pool)
-        child.slices, child.units, child.runs = list(self.slices), list(self.units), list(self.runs)
-        child.length, child.logical_length, child.edits = self.length, self.logical_length, self.edits
-        self.pool.retain(child.slices)
+        child = KVState(self.pools)
+        child.holdings = tuple(holding.fork() for holding in self.holdings)
+        child.runs, child.length = list(self.runs), self.length
+        child.logical_length, child.edits = self.logical_length, self.edits
         return child
 
     def release(self) -> None:
         """Let go of every slot. Idempotent."""
         if not self.closed:
-            self.pool.release(self.slices)
+            for holding in self.holdings:
+                holding.release()
             self.closed = True
-            self.slices, self.units, self.runs, self.length, self.logical_length = [], [], [], 0, 0
+            self.runs, self.length, self.logical_length = [], 0, 0
 
     def append(self, count: int) -> Change:
-        """Make room for the next `count` tokens. Their slots are physical `length` and on.
+        """Make room for the next `count` tokens, behind the last one in every group; windows are trimmed first.
 
-        Raises ArenaFull before anything changes.
+        Raises ArenaFull before anything else changes.
         """
         self._live()
-        page = self.pool.page_size
-        offset = self.length % page
-        copies = bool(offset) and not self.pool.writable(self.slices[-1])
-        first_page = self.length // page if copies else len(self.units)
-        needed = self.pool.pages(self.length + count) - first_page
-        change = Change(first_page)
-        if needed > self.pool.free_units:
-            raise ArenaFull(f"{needed} pages wanted, {self.pool.free_units} free")
-        if offset and not copies:
-            tail = self.slices[-1]
-            self.slices[-1] = tail._replace(stop=min(tail.stop + count, tail.stop + page - offset))
-            self.pool.swap(tail, self.slices[-1])
-        if needed:
-            fresh = self.pool.make(needed, self.length + count - first_page * page)
-            change.new_units = needed
-            if copies:
-                source = self.units[-1]
-                change.moves.append(([(source, i) for i in range(offset)], [(fresh.extent.units[0], i) for i in range(offset)]))
-                self._keep(self.length - offset)
-            self.slices.append(fresh)
-            self.units.extend(fresh.extent.units)
-        start = self.runs[-1][0] if self.runs and self.runs[-1][1] == self.logical_length else self.logical_length
-        end = self.logical_length + count
-        self.runs[-1:] = [(start, end)] if start < self.logical_length else [*self.runs[-1:], (start, end)]
-        self.logical_length = end
-        self.length = size(self.runs)
+        returned = self.trim() if self.pools.windowed else NOTHING
+        if all(holding.room() >= count for holding in self.holdings):
+            change = Change((), NOTHING - returned if returned else NOTHING)
+            for holding in self.holdings:
+                holding.fill(count, self.logical_length)
+        else:
+            change = self._grow(count, returned)
+        append_run(self.runs, self.logical_length, count)
+        self.logical_length += count
+        self.length += count
         return change
 
+    def trim(self) -> Units:
+        """Let go of pages behind the windows of what may follow; the units that returned."""
+        return Units.of(holding.trim(self.logical_length) for holding in self.holdings)
+
+    def restore(self, runs: Iterable[Interval], edits: tuple[Edit, ...], logical_length: int) -> None:
+        """Make an empty state one of these tokens; its holdings are restored by the caller, with what they hold of them."""
+        self._live()
+        self.runs, self.edits, self.logical_length = list(runs), edits, logical_length
+        self.length = size(self.runs)
+
     def cut(self, length: int) -> None:
-        """Keep the first `length` logical tokens only. Needs no memory."""
+        """Keep the first `length` logical tokens only. Needs no memory. Raises ValueError where a window would not be whole."""
         self._live()
         if length >= self.logical_length:
             return
-        runs = clip(self.runs, 0, length)
-        self._keep(size(runs))
-        self.runs, self.logical_length = runs, length
+        if length and not self.usable(length):
+            raise ValueError(f"a window that ends at {length} is not held any more")
+        for holding in self.holdings:
+            holding.cut(length)
+        self.runs = clip(self.runs, 0, length)
+        self.length, self.logical_length = size(self.runs), length
         self.edits = normal_edits(self.edits, length + 1)
 
-    def slots_of(self, intervals: Iterable[Interval]) -> list[Interval]:
-        """Physical intervals of the kept tokens among these logical ones."""
-        out: list[Interval] = []
-        start = 0
-        wanted = merged(intervals)
-        for low, high in self.runs:
-            out += [(start + a - low, start + b - low) for a, b in clip(wanted, low, high)]
-            start += high - low
-        return merged(out)
+    def hollow(self, later: KVState) -> None:
+        """Let go of everything that `recut` can take from `later`."""
+        for mine, theirs in zip(self.holdings, later.holdings, strict=True):
+            if theirs.covers(self.logical_length):
+                mine.release()
 
-    def position(self, slot: int) -> int:
-        """Logical position of a physical slot; the logical length where the slot is not there yet."""
-        for start, end in self.runs:
-            if slot < end - start:
-                return start + slot
-            slot -= end - start
-        return self.logical_length
+    def recut(self, later: KVState) -> bool:
+        """Hold what `later` holds up to this length: a state of the same history that went on, and may have been pruned.
 
-    def copy_units(self, intervals: Iterable[Interval]) -> int:
+        Groups whose windows it has let go of keep their own slots; False where those have not seen the same prunes.
+        """
+        self._live()
+        length = self.logical_length
+        edits = normal_edits(later.edits, length + 1)
+        covered = [theirs.covers(length) for theirs in later.holdings]
+        if later.logical_length < length or (edits != self.edits and not all(covered)):
+            return False
+        for index, theirs in enumerate(later.holdings):
+            if covered[index]:
+                cut = theirs.fork()
+                cut.cut(length)
+                self.holdings[index].release()
+                self.holdings = (*self.holdings[:index], cut, *self.holdings[index + 1 :])
+        self.runs = clip(later.runs, 0, length)
+        self.length, self.edits = size(self.runs), edits
+        return True
+
+    def kept(self, intervals: Iterable[Interval]) -> list[Interval]:
+        """The tokens among these that no prune has removed."""
+        return [part for start, end in merged(intervals) for part in clip(self.runs, start, end)]
+
+    def page_floor(self, position: int) -> int:
+        """Lowest logical position of a token in a page with the token at `position` (which is kept), in any group."""
+        floor = position
+        for holding in self.holdings:
+            for slot, _ in holding.slots_of([(position, position + 1)]):
+                floor = min(floor, holding.position(slot - slot % holding.pool.page_size))
+        return floor
+
+    def copy_units(self, intervals: Iterable[Interval]) -> Units:
         """Least `spare` that `remove` needs: pages held alone are used again as they are read, shared ones are not."""
-        slots = self.slots_of(intervals)
-        if not slots or (len(slots) == 1 and slots[0][1] == self.length):
-            return 0
-        first_page = slots[0][0] // self.pool.page_size
-        new_pages = self.pool.pages(self.length - size(slots)) - first_page
-        return min(new_pages, max(0, self.shared_pages - first_page) + 1)
+        intervals = list(intervals)
+        return Units.of(holding.copy_units(intervals) for holding in self.holdings)
 
-    def between(self, low: int, high: int) -> list[Slice]:
-        """Slices of physical slots [low, high), exact to the slot; nothing is retained."""
-        out: list[Slice] = []
-        position = 0
-        for extent, start, stop in self.slices:
-            a, b = max(low, position), min(high, position + stop - start)
-            if a < b:
-                out.append(Slice(extent, start + a - position, start + b - position))
-            position += stop - start
-        return out
-
-    def remove(self, intervals: Iterable[Interval], spare: int) -> Change:
+    def remove(self, intervals: Iterable[Interval], spare: Units) -> Change:
         """Compaction: the slots of these logical tokens go, later ones move down; pages before the first stay as they are.
 
         Later pages are gathered into fresh ones. `spare`: how many units more than before may be in use at any moment. When
@@ -224,97 +223,25 @@ class KVState:
         there to lower the peak, not to raise it by a copy of everything behind the hole.
         """
         self._live()
-        spare = min(spare, self.copy_units(intervals) + len(self.units) // SPARE_SHARE)
         removed = merged(clip(intervals, 0, self.logical_length))
-        slots = self.slots_of(removed)
         edits = normal_edits((*self.edits, Edit(self.logical_length + 1, tuple(removed))), self.logical_length + 1)
-        change = Change(len(self.units))
-        if slots:
-            first, last = slots[0][0], slots[-1][1]
-            change.first_page = first // self.pool.page_size
-            kept = subtract([(change.first_page * self.pool.page_size, self.length)], slots)
-            if last == self.length and len(slots) == 1:
-                before = self.pool.free_units
-                self._keep(first)
-                change.new_units = before - self.pool.free_units
-            else:
-                _Compaction(self, change, spare).run([slot for run in kept for slot in range(*run)])
+        shifts = [holding.remove(removed, units) for holding, units in zip(self.holdings, spare.counts, strict=True)]
         self.runs = subtract(self.runs, removed)
+        self.length = size(self.runs)
         self.edits = edits
+        return Change.of(shifts)
+
+    def _grow(self, count: int, returned: Units) -> Change:
+        """`append` where a group needs pages. returned: units that its windows have let go of."""
+        plans = [holding.plan(count) for holding in self.holdings]
+        needed = Units.of(plan.pages for plan in plans)
+        if not self.pools.at_hand(needed):
+            raise ArenaFull(f"{needed.counts} pages wanted, {self.pools.free.counts} free")
+        change = Change(tuple(plan.first_page for plan in plans), needed - returned)
+        for holding, plan in zip(self.holdings, plans, strict=True):
+            change.moves += holding.grow(count, self.logical_length, plan)
         return change
-
-    def slot(self, index: int) -> Slot:
-        """(unit, offset) of a physical slot."""
-        return self.units[index // self.pool.page_size], index % self.pool.page_size
-
-    def _keep(self, slots: int) -> None:
-        """Hold the first `slots` physical slots only."""
-        kept = self.between(0, slots)
-        index = len(kept) - 1 if kept and kept[-1] != self.slices[len(kept) - 1] else len(kept)
-        self.pool.retain(kept[index:])
-        self.pool.release(self.slices[index:])
-        self.slices = kept
-        del self.units[self.pool.pages(slots) :]
-        self.length = slots
 
     def _live(self) -> None:
         if self.closed:
             raise ValueError("this KV state was released")
-
-
-class _Compaction:
-    """One run of `KVState.remove`: kept slots from the first changed page on are gathered into fresh pages."""
-
-    def __init__(self, state: KVState, change: Change, spare: int) -> None:
-        self.state, self.pool, self.change, self.spare = state, state.pool, change, spare
-        self.base = change.first_page * self.pool.page_size
-        self.end = state.length
-        self.old_units = state.units[change.first_page :]
-        self.sources = state.between(self.base, self.end)
-        before = state.between(0, self.base)
-        self.pool.retain([*before, *self.sources])
-        self.pool.release(state.slices)
-        state.slices = before
-        del state.units[change.first_page :]
-
-    def run(self, order: list[int]) -> None:
-        """order: physical slots from `base` on that stay, ascending. Raises ArenaFull if `spare` was too small."""
-        done = 0
-        while done < len(order):
-            pages = min(self.spare, self.pool.pages(len(order) - done))
-            if pages:
-                done += self._gather(pages, order[done : done + pages * self.pool.page_size])
-            elif not self._let_go(order[done] // self.pool.page_size * self.pool.page_size):
-                self.pool.release(self.sources)
-                raise ArenaFull("compaction has used up its spare pages")
-        self._let_go(self.end)
-        self.state.length = self.base + len(order)
-
-    def _gather(self, pages: int, slots: list[int]) -> int:
-        page, fresh = self.pool.page_size, self.pool.make(pages, len(slots))
-        source = [(self.old_units[(slot - self.base) // page], slot % page) for slot in slots]
-        target = [(fresh.extent.units[i // page], i % page) for i in range(len(slots))]
-        self.change.moves.append((source, target))
-        self.change.new_units += pages
-        self.spare -= pages
-        self.state.slices.append(fresh)
-        self.state.units.extend(fresh.extent.units)
-        return len(slots)
-
-    def _let_go(self, upto: int) -> int:
-        """Release source slots below physical `upto`; the units that returned."""
-        rest: list[Slice] = []
-        position = self.end
-        for piece in reversed(self.sources):
-            low = position - (piece.stop - piece.start)
-            if position > upto:
-                rest.insert(0, piece._replace(start=piece.start + max(0, upto - low)))
-            position = low
-        before = self.pool.free_units
-        self.pool.retain(rest)
-        self.pool.release(self.sources)
-        self.sources = rest
-        returned = self.pool.free_units - before
-        self.spare += returned
-        self.change.new_units -= returned
-        return returned

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from agentkv.engine.layers import Decoder
 
 ARCHITECTURES: dict[str, str] = {
+    "Gemma3ForCausalLM": "agentkv.engine.models.gemma3:Gemma3",
     "LlamaForCausalLM": "agentkv.engine.models.llama:Llama",
     "Qwen2ForCausalLM": "agentkv.engine.models.qwen2:Qwen2",
     "Qwen3ForCausalLM": "agentkv.engine.models.qwen3:Qwen3",
