@@ -12,7 +12,7 @@ from agentkv.engine.units import Units
 
 SLAB_UNITS = 64
 SLAB_SHARE = 40
-"""Where classes share an arena, the slabs of one class that are only partly used may strand a fortieth of it."""
+"""Where classes share an arena, a slab is at most a fortieth of it, so that units seldom move for another class."""
 
 Pieces = tuple[list[Slice], ...]
 """Slices by group."""
