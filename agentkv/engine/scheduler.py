@@ -149,8 +149,9 @@ class Scheduler:
             if lose is not None:
                 for victim in reversed(lose):
                     self._preempt(victim, seq)
-                self._start(seq, cost)
-                return True
+                if self._make_room(seq, self.reserved_units + cost.peak):
+                    self._start(seq, cost)
+                    return True
             if others:
                 break
             self._drop_state(seq)
@@ -183,7 +184,6 @@ class Scheduler:
 
     def _start(self, seq: Sequence, cost: Cost) -> None:
         self.waiting.remove(seq)
-        self._make_room(self.reserved_units + cost.peak)
         seq.status, seq.row, seq.table_from = Status.RUNNING, heappop(self._rows), [0] * len(cost.peak.counts)
         seq.reserved_units, seq.peak_units = cost.peak, cost.bound
         self.running.append(seq)
@@ -206,13 +206,14 @@ class Scheduler:
         self.tally.preemptions += 1
         tell_preempted(seq, by, seq.num_forwarded)
 
-    def _make_room(self, claimed: Units) -> None:
-        """Claim so many units, from caches, then from parked states, the last in the queue first."""
-        if not self.oracle.claim(claimed):
-            self.oracle.reclaim(claimed)
-            parked = [seq for seq in reversed(list(self.waiting.ordered())) if seq.state is not None]
-            found = shed(parked, claimed, self.oracle)
-            assert found, "memory that was promised cannot be had"
+    def _make_room(self, seq: Sequence, claimed: Units) -> bool:
+        """Claim so many units, from caches, then from parked states, the last in the queue first. False: others have memory
+        that this engine's sequences do not account for."""
+        if self.oracle.claim(claimed):
+            return True
+        self.oracle.reclaim(claimed)
+        parked = [each for each in reversed(list(self.waiting.ordered())) if each.state is not None and each is not seq]
+        return shed(parked, claimed, self.oracle)
 
     def _cost(self, seq: Sequence) -> Cost:
         length = seq.num_prompt_tokens + seq.max_tokens - 1
