@@ -124,7 +124,7 @@ def serve(
     host: Annotated[str, typer.Option(help="Loopback unless you say otherwise.")] = "127.0.0.1",
     port: Annotated[int, typer.Option()] = 8000,
     method: Annotated[str, typer.Option(help="Attention method.")] = "dense",
-    memory: Annotated[str | None, typer.Option(help="KV arena: bytes, or like 2GiB.")] = None,
+    memory: Annotated[str | None, typer.Option(help="KV arena: bytes, like 2GiB, or auto.")] = None,
     warm_memory: Annotated[
         str | None, typer.Option(help="Host memory for the KV of idle sessions, like 2GiB; 0: none. Default: none on CPU.")
     ] = None,
@@ -132,6 +132,7 @@ def serve(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, ...")] = "auto",
     window: Annotated[int | None, typer.Option(help="Most logical tokens of a session. Default: the model's.")] = None,
     page_size: Annotated[int | None, typer.Option(help="Slots of a KV page. Default: 128 on CPU, 16 on a GPU.")] = None,
+    step_timeout: Annotated[float | None, typer.Option(help="Seconds until a step is taken for lost. Default: 300.")] = None,
     api_key: Annotated[
         list[str] | None, typer.Option(envvar="AGENTKV_API_KEY", help="Accepted bearer key; repeatable.")
     ] = None,
@@ -147,6 +148,7 @@ def serve(
     default_policy = _policy_file(policy) if policy else None
     _check_free(host, port)
     sizes: dict[str, Any] = {"memory": memory, "window": window, "page_size": page_size, "warm_memory": warm_memory}
+    sizes["step_timeout"] = step_timeout
     with Runtime(model, method=method, device=device, dtype=dtype, db=db or DEFAULT, **sizes) as runtime:
         lines = paste_lines(f"http://{host}:{port}", runtime.model_name, runtime.window)
         typer.echo(lines.replace('"none"', '"YOUR_KEY"') if api_key else lines, err=True)

@@ -297,10 +297,12 @@ class RemoteSession(ToolLoop):
         tool_choice: Any = "auto",
         response_format: Any = None,
         timeout: float | None = None,
+        priority: int = 0,
         **sampling: Unpack[SamplingOptions],
     ) -> Turn:
         """Let the model answer. On any error the turn is rolled back and what was added stays."""
-        body = _given(tool_choice=tool_choice, response_format=response_format, timeout=timeout, **sampling)
+        options: dict[str, Any] = {"tool_choice": tool_choice, "response_format": response_format, **sampling}
+        body = _given(timeout=timeout, priority=priority or None, **options)
         turn: Turn = self._post("generate", body, kind=Turn)
         self.took(turn)
         return turn
@@ -311,10 +313,12 @@ class RemoteSession(ToolLoop):
         tool_choice: Any = "auto",
         response_format: Any = None,
         timeout: float | None = None,
+        priority: int = 0,
         **sampling: Unpack[SamplingOptions],
     ) -> RemoteStream:
         """The same as events: TextDelta, ReasoningDelta, ToolCallReady, at the end TurnDone. Leaving early rolls back."""
-        body = _given(tool_choice=tool_choice, response_format=response_format, timeout=timeout, **sampling)
+        options: dict[str, Any] = {"tool_choice": tool_choice, "response_format": response_format, **sampling}
+        body = _given(timeout=timeout, priority=priority or None, **options)
         return RemoteStream(self, body | {"stream": True})
 
     def cancel(self) -> None:

@@ -84,9 +84,11 @@ class Runtime:
     """One model in this process, with sessions.
 
     model: 'micro', a Hugging Face directory or a .gguf file. method: an attention method by name, or an instance. device,
-    dtype: 'auto' or a name. memory: bytes of the KV arena, or like '2GiB'; None chooses. db: None for no store, a path, a URL.
+    dtype: 'auto' or a name. memory: bytes of the KV arena, or like '2GiB'; 'auto' is what weights and a measured step leave;
+    None is 'auto' on a GPU, on a CPU a quarter of the memory, at most 1 GiB. db: None for no store, a path, a URL.
     window: most logical tokens of a session; None is the model's. page_size: slots of a KV page; None chooses. warm_memory:
     bytes of host memory for the KV of idle sessions, 0 for none; None: none on CPU, a quarter of what is free with a GPU.
+    step_timeout: seconds after which a step is taken for lost and who waits gets EngineFault; None is 300.
 
     Raises UnknownModel, BadModel, UnknownOption, BadRequest and StoreFault. Not closing it leaks nothing past the process.
     """
@@ -103,6 +105,7 @@ class Runtime:
         window: int | None = None,
         page_size: int | None = None,
         warm_memory: int | str | None = None,
+        step_timeout: float | None = None,
     ) -> None:
         # OpenMP threads that spin while they wait make every step many times slower as soon as the cores are shared.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -119,6 +122,7 @@ class Runtime:
                 window=window,
                 page_size=page_size,
                 warm_memory=warm_memory,
+                step_timeout=step_timeout,
             )
         except BaseException:
             if self._store is not None:
@@ -305,6 +309,7 @@ class Runtime:
         """Numbers of the engine. arena: bytes by holder, which add up to total. reserved_bytes: free bytes that running
         sequences may still take. peak_bytes: most arena bytes held at once so far. fragmented_bytes: by unit class, free
         but not to be had without moving units; moved_bytes: moved so far. warm: KV in host memory. queue: sequences by state.
+        preempted: those that wait and have run before. preemptions, recomputed_tokens, deadline_misses: since the start.
         """
         worker = self._engine.worker
         found, peak = worker.call(lambda: (worker.llm.stats(), worker.llm.peak_bytes))
@@ -316,6 +321,11 @@ class Runtime:
             "moved_bytes": found.moved_bytes,
             "warm": {"bytes": found.warm_bytes, "demotions": found.demotions, "restores": found.restores},
             "queue": {"running": found.rows, "waiting": found.waiting, "finished": found.finished},
+            "waiting_by_priority": dict(found.waiting_by_priority),
+            "preempted": found.preempted,
+            "preemptions": found.tally.preemptions,
+            "recomputed_tokens": found.tally.recomputed,
+            "deadline_misses": found.tally.deadline_misses,
             "sessions": len(self._live),
             "prefill_tokens_per_second": round(self._engine.backend.prefill_rate(), 1),
         }
@@ -326,7 +336,11 @@ class Runtime:
 
     def ready(self) -> bool:
         """Do tokens progress while work is queued?"""
-        return not self._closed and self._engine.worker.ready
+        return self.trouble() is None
+
+    def trouble(self) -> str | None:
+        """Why tokens do not progress while work is queued, None when they do. Never waits for the engine."""
+        return "the runtime is closed" if self._closed else self._engine.worker.trouble
 
     def close(self) -> None:
         """Suspend what is open and stop the engine; running turns are rolled back. Twice is once."""

@@ -186,6 +186,8 @@ class EngineBackend:
         tools: bool,
         constraint: Constraint | None = None,
         beside: Generation | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
     ) -> EngineGeneration:
         """Continue the chain; raises Busy, Capacity, ContextOverflow, and BadRequest for a constraint, at once."""
         thinking = opens_thinking(self.tokenizer.decode(suffix[-PROMPT_TAIL:], special=True))
@@ -198,6 +200,8 @@ class EngineBackend:
             stop_ids=self.tokenizer.eos_ids,
             mask=None if constraint is None else self._constraints.mask(constraint, thinking=thinking),
             beside=beside.seq if isinstance(beside, EngineGeneration) else None,
+            priority=priority,
+            timeout=timeout,
         )
         return EngineGeneration(self, self.worker.submit(request), tools=tools, thinking=thinking)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,13 @@ from agentkv.engine.devices import (
     cpu_kernels,
     device_names,
     free_host_memory,
-    free_memory,
     usable_device,
+    usable_memory,
 )
 from agentkv.engine.llm import LLM
 from agentkv.engine.loader import LoadedModel, load_model
 from agentkv.engine.runner import ModelRunner
+from agentkv.engine.sizing import plan_memory
 from agentkv.engine.sparse import SparseMethod
 from agentkv.engine.tokenizer import Tokenizer
 from agentkv.engine.worker import EngineWorker
@@ -30,7 +31,8 @@ from agentkv.runtime_backend import EngineBackend
 
 BUNDLED = ("micro",)
 CPU_MOST = 1 << 30
-CPU_SHARE, GPU_SHARE, WARM_SHARE = 0.25, 0.8, 0.25
+CPU_SHARE, WARM_SHARE = 0.25, 0.25
+STEP_TIMEOUT = 300.0
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
@@ -56,6 +58,7 @@ def open_engine(
     window: int | None = None,
     page_size: int | None = None,
     warm_memory: int | str | None = None,
+    step_timeout: float | None = None,
 ) -> Engine:
     """Load a model and start its engine. Raises UnknownModel, BadModel, UnknownOption or BadRequest; nothing is left behind."""
     path = model_path(model)
@@ -63,7 +66,7 @@ def open_engine(
     tokenizer = Tokenizer.load(path)
     target = usable_device(device)
     loaded = load_model(path, device=target, dtype=dtype)
-    config = engine_config(loaded, memory, window, page_size, warm_memory)
+    config = engine_config(loaded, memory, window, page_size, warm_memory, step_timeout, method=chosen)
     runner = ModelRunner(loaded, config, chosen)
     fingerprint = _fingerprint(loaded, tokenizer, chosen, config)
     worker = EngineWorker(LLM(config, runner, tokenizer=tokenizer, reuse=chosen.reuse, fingerprint=fingerprint))
@@ -94,8 +97,15 @@ def engine_config(
     window: int | None,
     page_size: int | None,
     warm_memory: int | str | None = None,
+    step_timeout: float | None = None,
+    *,
+    method: SparseMethod,
 ) -> EngineConfig:
-    """Sizes for this model on its device; what is None is chosen."""
+    """Sizes for this model on its device; what is None is chosen.
+
+    memory 'auto' runs the method's largest steps and takes what they leave (BadModel where that is too little); None is the
+    same on a GPU, and on a CPU a quarter of the machine's memory, at most 1 GiB, without a trial.
+    """
     on_cpu = loaded.device.type == "cpu"
     for name, value in (("window", window), ("page_size", page_size)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
@@ -104,14 +114,21 @@ def engine_config(
         raise BadRequest(f"window={window}: 2 to the model's {loaded.window}", param="window")
     if page_size is not None and not 1 <= page_size <= 1024:
         raise BadRequest(f"page_size={page_size}: 1 to 1,024", param="page_size")
-    return EngineConfig(
-        memory=parse_memory(memory) if memory is not None else _default_memory(loaded),
+    if step_timeout is not None and not (isinstance(step_timeout, int | float) and step_timeout > 0):
+        raise BadRequest(f"step_timeout={step_timeout!r}: seconds above 0, or None", param="step_timeout")
+    if memory is None:
+        memory = min(CPU_MOST, int(usable_memory(loaded.device) * CPU_SHARE)) if on_cpu else "auto"
+    auto = isinstance(memory, str) and memory.strip() == "auto"
+    config = EngineConfig(
+        memory=0 if auto else parse_memory(memory),
         window=window or loaded.window,
         page_size=page_size or (128 if on_cpu else 16),
         max_rows=32 if on_cpu else 256,
         step_tokens=1024 if on_cpu else 8192,
         warm_memory=_warm_memory(loaded, warm_memory),
+        step_timeout=step_timeout or STEP_TIMEOUT,
     )
+    return replace(config, memory=plan_memory(loaded, config, method).arena) if auto else config
 
 
 def parse_memory(memory: int | str, *, param: str = "memory") -> int:
@@ -122,15 +139,10 @@ def parse_memory(memory: int | str, *, param: str = "memory") -> int:
     try:
         size = int(float(number) * UNITS[unit])
     except (ValueError, KeyError, OverflowError):
-        raise BadRequest(f"{param}={memory!r}: bytes, or like '2GiB' or '500MB'", param=param) from None
+        raise BadRequest(f"{param}={memory!r}: bytes, like '2GiB' or '500MB', or 'auto'", param=param) from None
     if size < 1:
         raise BadRequest(f"{param}={memory!r}: must be positive", param=param)
     return size
-
-
-def _default_memory(loaded: LoadedModel) -> int:
-    free = free_memory(loaded.device)
-    return min(CPU_MOST, int(free * CPU_SHARE)) if loaded.device.type == "cpu" else int(free * GPU_SHARE)
 
 
 def _warm_memory(loaded: LoadedModel, wanted: int | str | None) -> int:
@@ -183,7 +195,7 @@ def cpu_notes() -> dict[str, str]:
 def memory_plan(model: str | Path) -> dict[str, Any]:
     """What a model takes here: weights, KV bytes a token, arena, tokens that fit. Loads the model."""
     loaded = load_model(model_path(model), device=best_device())
-    config = engine_config(loaded, None, None, None)
+    config = engine_config(loaded, None, None, None, method=methods.get("dense"))
     groups = loaded.groups(config.page_size)
     return {
         "name": str(model),

@@ -325,6 +325,20 @@ def check_choices(n: Any) -> int:
     return n
 
 
+def check_priority(priority: int) -> int:
+    """Refuse a priority that is not an int of -10 to 10."""
+    if isinstance(priority, int) and not isinstance(priority, bool) and -10 <= priority <= 10:
+        return priority
+    raise BadRequest(f"priority={priority!r}: an int of -10 to 10, higher goes first", param="priority")
+
+
+def check_timeout(timeout: float | None) -> float | None:
+    """Refuse a timeout that is not a number of seconds above 0, or None."""
+    if timeout is None or (isinstance(timeout, int | float) and not isinstance(timeout, bool) and timeout > 0):
+        return timeout
+    raise BadRequest(f"timeout={timeout!r}: seconds above 0, or None", param="timeout")
+
+
 def parse_keep(keep: str) -> int:
     """Tokens kept at each edge of a pruned body: 0 for 'drop', N for 'edges:N'."""
     if not isinstance(keep, str):

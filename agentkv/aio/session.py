@@ -211,6 +211,7 @@ class AsyncSession(Generic[S]):
         tool_choice: Any = "auto",
         response_format: Any = None,
         timeout: float | None = None,
+        priority: int = 0,
         **sampling: Unpack[SamplingOptions],
     ) -> Turn:
         """Let the model answer; sampling: what differs from the session's."""
@@ -218,6 +219,7 @@ class AsyncSession(Generic[S]):
             "tool_choice": tool_choice,
             "response_format": response_format,
             "timeout": timeout,
+            "priority": priority,
             **sampling,
         }
         return await self._call(lambda: self._session.generate(**options), turn=True)
@@ -228,6 +230,7 @@ class AsyncSession(Generic[S]):
         tool_choice: Any = "auto",
         response_format: Any = None,
         timeout: float | None = None,
+        priority: int = 0,
         **sampling: Unpack[SamplingOptions],
     ) -> AsyncStream:
         """The answer as events: `async with session.stream() as st: async for event in st: ...`."""
@@ -235,6 +238,7 @@ class AsyncSession(Generic[S]):
             "tool_choice": tool_choice,
             "response_format": response_format,
             "timeout": timeout,
+            "priority": priority,
             **sampling,
         }
         make = lambda: self._session.stream(**options)

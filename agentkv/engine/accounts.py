@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from math import gcd
 
 from agentkv.engine.cache.chain import ChainCache
@@ -13,31 +14,36 @@ from agentkv.engine.cache.radix import RadixCache
 from agentkv.engine.cache.state import KVState
 from agentkv.engine.cache.tiers import WarmTier
 from agentkv.engine.core import Status
+from agentkv.engine.preempt import Tally
 from agentkv.engine.scheduler import Scheduler
 from agentkv.engine.units import NOTHING, Units
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Where the arena's units are; free + active + chains + checkpoints + radix = total.
+    """Where the arena's units are; free + active + parked + chains + checkpoints + radix = total.
 
-    A unit held by several is counted for the first of: active (sequences), chains, checkpoints, radix. Where groups have units
-    of different sizes, all counts are in the largest size that divides them. fragmented: bytes by unit class that are free but
-    that the class cannot have without moves; moved_bytes: what moves have copied so far. warm_bytes: copies in host memory;
-    demotions, restores: how many were made and used so far.
+    A unit held by several is counted for the first of: active (running and finished sequences), parked (preempted ones),
+    chains, checkpoints, radix. Where groups have units of different sizes, all counts are in the largest size that divides
+    them. waiting: sequences by priority; preempted: those of them that have run before. fragmented: bytes by unit class that
+    are free but that the class cannot have without moves; moved_bytes: what moves have copied so far. warm_bytes: copies in
+    host memory; demotions, restores: how many were made and used so far.
     """
 
     unit_bytes: int
     total: int
     free: int
     active: int
+    parked: int
     chains: int
     checkpoints: int
     radix: int
     reserved: int
     rows: int
-    waiting: int
     finished: int
+    waiting_by_priority: Mapping[int, int]
+    preempted: int
+    tally: Tally
     fragmented: dict[str, int]
     moved_bytes: int
     warm_bytes: int
@@ -45,9 +51,14 @@ class EngineStats:
     restores: int
 
     @property
+    def waiting(self) -> int:
+        """Sequences that wait."""
+        return sum(self.waiting_by_priority.values())
+
+    @property
     def bytes(self) -> dict[str, int]:
         """The same in bytes."""
-        names = ("total", "free", "active", "chains", "checkpoints", "radix", "reserved")
+        names = ("total", "free", "active", "parked", "chains", "checkpoints", "radix", "reserved")
         return {name: getattr(self, name) * self.unit_bytes for name in names}
 
 
@@ -65,19 +76,24 @@ def measure(pools: KVPools, radix: RadixCache, chains: ChainCache, scheduler: Sc
         return sum(count * pool.cls.unit_bytes for count, pool in zip(added, pools.pools, strict=True)) // unit
 
     every = list(chains.chains.values())
+    active = [seq.state.slices for seq in (*scheduler.running, *scheduler.finished) if seq.state is not None]
+    parked = [seq.state.slices for seq in scheduler.waiting if seq.state is not None]
     total = (pools.arena.used_bytes + pools.arena.free_bytes) // unit
     return EngineStats(
         unit_bytes=unit,
         total=total,
         free=total - pools.arena.used_bytes // unit,
-        active=fresh(seq.state.slices for seq in scheduler.sequences() if seq.state is not None),
+        active=fresh(active),
+        parked=fresh(parked),
         chains=fresh(chain.state.slices for chain in every if chain.state is not None),
         checkpoints=fresh(point.state.slices for chain in every for point in chain.checkpoints),
         radix=fresh(radix.slices()),
         reserved=pools.bytes(scheduler.reserved_units) // unit,
         rows=len(scheduler.running),
-        waiting=len(scheduler.waiting),
         finished=len(scheduler.finished),
+        waiting_by_priority=Counter(seq.request.priority for seq in scheduler.waiting),
+        preempted=sum(seq.preemptions > 0 for seq in scheduler.waiting),
+        tally=replace(scheduler.tally),
         fragmented={cls.name: pools.arena.fragmented_bytes(cls) for cls in list(pools.arena.shelves)},
         moved_bytes=pools.arena.moved_bytes,
         warm_bytes=tier.used_bytes,
@@ -90,7 +106,7 @@ def check(pools: KVPools, radix: RadixCache, chains: ChainCache, scheduler: Sche
     """Walk every holder and compare with the counts. Raises ArenaError or AssertionError.
 
     Free and referenced units partition the arena; each sequence is in the one queue of its status; rows are held once; what
-    is reserved can be had.
+    is reserved is free; the clock of the tenants has each that is here.
     """
     sequences = list(scheduler.sequences())
     states = [seq.state for seq in sequences if seq.state is not None]
@@ -109,12 +125,14 @@ def check(pools: KVPools, radix: RadixCache, chains: ChainCache, scheduler: Sche
     assert None not in rows
     assert len(rows) == len(scheduler.running) == scheduler.config.max_rows - scheduler.free_rows
     for seq in sequences:
-        assert (seq.state is None) is (seq.status is Status.WAITING)
+        assert (seq.state is not None) is (seq.status is not Status.WAITING or seq.parked)
         assert (seq.row is None) is (seq.status is not Status.RUNNING)
         assert NOTHING.within(seq.reserved_units)
         assert seq.status is Status.RUNNING or not seq.reserved_units
-    assert scheduler.oracle.has_room(states, scheduler.reserved_units)
+    needed = [seq.state for seq in (*scheduler.running, *scheduler.finished) if seq.state is not None]
+    assert scheduler.oracle.has_room(needed, scheduler.reserved_units)
     assert scheduler.reserved_units.within(Units.of(pools.arena.claimed(pool.cls) for pool in pools.pools))
+    assert sum(seq.guaranteed for seq in scheduler.running) <= 1
     for state in (*states, *(holder for chain in chains.chains.values() for holder in chain.holders())):
         _check_state(state)
     for name, chain in chains.chains.items():

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from math import prod
+from math import inf, prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from agentkv.engine.units import NOTHING, Units
@@ -95,7 +95,11 @@ Group = KVGroup | StateGroup
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Sizes of the engine. memory: bytes of the KV arena; window: most logical tokens of a sequence; warm_memory: most bytes
-    of host memory for the KV of idle chains, 0 for none."""
+    of host memory for the KV of idle chains, 0 for none.
+
+    patience: steps that a waiting request may be passed over before it is owed service (see `queue.WaitingQueue`).
+    step_timeout: seconds after which a step is taken for lost (see `worker.EngineWorker`).
+    """
 
     memory: int
     window: int
@@ -103,6 +107,8 @@ class EngineConfig:
     max_rows: int = 64
     step_tokens: int = 2048
     checkpoints: int = 2
+    patience: int = 256
+    step_timeout: float = 300.0
     warm_memory: int = 0
 
 
@@ -133,6 +139,8 @@ class Request:
     are replayed where the state they were applied to is gone. salt: tenant secret of every content key. mask: what each draw
     may choose from, None for everything; where it fails or allows nothing, its sequence alone ends, with an EngineFault.
     beside: a sequence of the same prompt, edits and salt: this one waits until that prompt is forwarded, and shares its pages.
+    priority: -10 to 10, higher goes first. timeout: seconds from `LLM.add` after which it ends with Cancelled, unless it has
+    finished; None is never.
     """
 
     token_ids: list[int]
@@ -143,6 +151,8 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     mask: Mask | None = None
     beside: Sequence | None = None
+    priority: int = 0
+    timeout: float | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -161,7 +171,7 @@ class History:
 class Status(Enum):
     """Where a sequence is; a sequence is in exactly one queue."""
 
-    WAITING = "waiting"
+    WAITING = "waiting"  # parked, if it was preempted and still holds a state
     RUNNING = "running"
     FINISHED = "finished"  # out of tokens to make, waiting for commit or abort
     CLOSED = "closed"  # committed or aborted: holds nothing
@@ -177,6 +187,10 @@ class Sequence:
     commit where a stop string ended it (None: all that were generated).
     history: None where nothing is penalised. allowed: None where every token may come next. leader: the sequence whose prompt
     this one waits for. shared_as: the prefix cache's name for this sequence while it holds its prompt there.
+
+    deadline: on the engine's clock. passed_over: steps in which others went first. guaranteed: it was owed service and runs
+    to its end. wanted_units: what it would have taken when it was last tried. preemptions: how often it lost its row; computed:
+    tokens that were forwarded by then. paid: tokens that its tenant was charged for and that are still to be forwarded.
     """
 
     seq_id: int
@@ -204,6 +218,13 @@ class Sequence:
     allowed: Callable[[], memoryview | None] | None = None
     leader: Sequence | None = None
     shared_as: str | None = None
+    deadline: float = inf
+    passed_over: int = 0
+    guaranteed: bool = False
+    wanted_units: Units = NOTHING
+    preemptions: int = 0
+    computed: int = 0
+    paid: int = 0
 
     @property
     def num_forwarded(self) -> int:
@@ -217,8 +238,18 @@ class Sequence:
 
     @property
     def prefilling(self) -> bool:
-        """Is some of the prompt not forwarded yet?"""
-        return self.num_forwarded < self.num_prompt_tokens
+        """Is more to be forwarded than one new token: some of the prompt, or what a preemption cost?"""
+        return self.num_forwarded < self.num_known
+
+    @property
+    def parked(self) -> bool:
+        """Was it preempted, and does it still hold a state?"""
+        return self.status is Status.WAITING and self.preemptions > 0 and self.state is not None
+
+    @property
+    def num_known(self) -> int:
+        """Tokens that are forwarded without a draw between them: the prompt, after a preemption all but the newest."""
+        return max(self.num_prompt_tokens, len(self.token_ids) - 1)
 
     @property
     def held(self) -> bool:

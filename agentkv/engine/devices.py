@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,11 +36,23 @@ def cpu_bfloat16() -> str:
     return f"native ({native_[0]})" if native_ else "by way of float32"
 
 
-def free_memory(device: torch.device) -> int:
-    """Bytes that can be allocated on a device now."""
+def usable_memory(device: torch.device) -> int:
+    """Bytes that this process can have on a device, its own included. The same at every start: of a GPU, all but what others
+    hold, in whole GiB; of a CPU, the machine's memory or the control group's limit, whatever is free now."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return free_host_memory()
+        free, total = torch.cuda.mem_get_info(device)
+        others = total - free - torch.cuda.memory_reserved(device)
+        return total - -(-others >> 30) * 2**30
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if "SC_PHYS_PAGES" in os.sysconf_names else 4 << 30
+    return min(total, _group_limit())
+
+
+def _group_limit() -> int:
+    """Bytes that the control group allows, without bound where it says nothing."""
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):
+            return int(Path(path).read_text())
+    return 1 << 62
 
 
 def free_host_memory() -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import count
 from secrets import randbits
+from time import monotonic
 from typing import Literal
 
 from agentkv.engine.accounts import EngineStats, check, measure
@@ -21,8 +22,8 @@ from agentkv.engine.oracle import PagedOracle
 from agentkv.engine.output import TextStream, TextTokenizer
 from agentkv.engine.scheduler import Scheduler
 from agentkv.engine.units import NOTHING, Units
-from agentkv.errors import BadRequest, Busy, Capacity, ContextOverflow, EngineFault
-from agentkv.types import Interval, Miss
+from agentkv.errors import BadRequest, Busy, Cancelled, Capacity, ContextOverflow, EngineFault
+from agentkv.types import Interval, Miss, check_priority, check_timeout
 
 DEFAULT_MAX_TOKENS = 4096
 
@@ -32,6 +33,7 @@ class LLM:
 
     tokenizer None: no text and no stop strings. reuse: "radix" shares prefixes between all requests of a salt; "chain" only
     continues chains (methods whose KV is no function of the token prefix). fingerprint: what KV depends on beside its tokens.
+    clock: seconds, for deadlines.
 
     A sequence ends FINISHED and keeps its state until `commit` or `abort`; one that faults is closed at once.
     """
@@ -44,6 +46,7 @@ class LLM:
         tokenizer: TextTokenizer | None = None,
         reuse: Literal["radix", "chain"] = "radix",
         fingerprint: str = "",
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         if config.step_tokens < config.max_rows:
             raise BadRequest(
@@ -62,7 +65,8 @@ class LLM:
         self.tier = WarmTier(self.pools, self.memory, config.warm_memory, fingerprint)
         self.chains = ChainCache(self.pools, self.radix, tick, config.checkpoints, self.tier)
         self.oracle = PagedOracle(self.pools, self.radix, self.chains, config.step_tokens)
-        self.scheduler = Scheduler(config, self.oracle, self._resume)
+        self.scheduler = Scheduler(config, self.oracle, self._resume, self._unshare)
+        self._clock = clock
         self._ids = count(1)
         self._open: dict[int, Sequence] = {}
         self._streams: dict[int, TextStream] = {}
@@ -74,6 +78,7 @@ class LLM:
 
         Nothing can run while every free unit is held by finished sequences that were not committed or aborted.
         """
+        late = self._expire()
         try:
             batch = self.scheduler.schedule()
         except EngineFault as fault:
@@ -81,7 +86,7 @@ class LLM:
             batch = Batch(rows=[])
         drawn = self._execute(batch)
         touched = self._accept(batch, drawn)
-        return self._collect(touched)
+        return late + self._collect(touched)
 
     @property
     def has_work(self) -> bool:
@@ -111,10 +116,14 @@ class LLM:
         if not request.token_ids:
             raise BadRequest("a request needs at least one token", param="token_ids")
         check_sampling(request.sampling, self.runner.vocab_size, text=self.tokenizer is not None)
+        check_priority(request.priority)
+        check_timeout(request.timeout)
         max_tokens = self._max_tokens(request)
         seed = request.sampling.seed if request.sampling.seed is not None else randbits(63)
         prompt = list(request.token_ids)
         seq = Sequence(next(self._ids), request, prompt, len(prompt), max_tokens, seed)
+        if request.timeout is not None:
+            seq.deadline = self._clock() + request.timeout
         equip(seq, self.runner.vocab_size)
         seq.leader = leader_of(request)
         self.chains.open(request, seq)
@@ -279,15 +288,16 @@ class LLM:
 
     def _resume(self, seq: Sequence, fresh: bool) -> None:
         """Give the sequence the longest usable state: its chain's, else the prefix cache's, else an empty one."""
-        request, limit = seq.request, seq.num_prompt_tokens - 1
+        request, limit = seq.request, len(seq.token_ids) - 1
         wanted = normal_edits(request.edits, seq.num_prompt_tokens)
         chain = self.chains.chains.get(request.chain_id or "")
         plain = 0 if fresh else min([limit, *(edit.at - 1 for edit in wanted)])
-        promised = chain.promise(request, wanted, limit) if chain is not None and not fresh else 0
+        most = min(limit, len(request.token_ids) - 1)
+        promised = chain.promise(request, wanted, most) if chain is not None and not fresh else 0
         if chain is not None and promised > self.radix.match(request.salt, seq.token_ids, plain).length:
             self.chains.restore(chain, lambda units: units.within(self._acquire(units, chain)))
             self.scheduler.settle()
-        held = self._held(seq, chain, wanted, limit) if not fresh else None
+        held = self._held(seq, chain, wanted, most) if not fresh else None
         match = self.radix.match(request.salt, seq.token_ids, plain)
         if held is not None and held[1] >= match.length:
             holder, length, todo = held
@@ -296,8 +306,10 @@ class LLM:
         else:
             state, todo = KVState.of(self.pools, match.length, match.pieces), list(wanted)
         seq.shared_until = match.path if match.path > state.logical_length else 0
-        seq.state, seq.pending_edits, seq.num_cached_tokens = state, todo, state.logical_length
-        seq.miss = self._miss(seq, chain, fresh)
+        seq.state, seq.pending_edits = state, todo
+        if not seq.preemptions:
+            seq.num_cached_tokens = state.logical_length
+            seq.miss = self._miss(seq, chain, fresh)
 
     def _held(
         self, seq: Sequence, chain: Chain | None, wanted: tuple[Edit, ...], limit: int
@@ -321,6 +333,7 @@ class LLM:
         """The prompt is forwarded: whoever comes from now on shares its whole pages. (A page that is being filled is shared
         at the commit: nobody else may become its writer. So are windows: a reservation counts on their pages being let go.)
         They are the sequence's alone until then, and go with it."""
+        self.scheduler.memory_changed()  # those beside it need wait no longer
         if any(pool.window is not None for pool in self.pools.pools):
             return
         assert seq.state is not None
@@ -328,6 +341,12 @@ class LLM:
         page_size = self.config.page_size
         shared = seq.num_prompt_tokens // page_size * page_size
         self.radix.insert(seq.request.salt, seq.token_ids, seq.state, seq.shared_as, limit=shared)
+
+    def _unshare(self, seq: Sequence) -> None:
+        """The sequence no longer stands behind what it shared; a parked state holds its pages alone, so that they can be had."""
+        if seq.shared_as is not None:
+            self.radix.disown(seq.request.salt, seq.token_ids[: seq.num_prompt_tokens], seq.shared_as, 0)
+        seq.shared_as = None
 
     def _miss(self, seq: Sequence, chain: Chain | None, fresh: bool) -> Miss | None:
         reused, limit = seq.num_cached_tokens, seq.num_prompt_tokens - 1
@@ -339,6 +358,17 @@ class LLM:
         if fresh:
             return Miss(reason="reclaimed", tokens=expected - reused, detail="no room beside the resident state")
         return Miss(reason=chain.miss_reason(seq.request, expected), tokens=expected - reused)
+
+    def _expire(self) -> list[StepOutput]:
+        """End those whose deadline has passed, wherever they are; their chains stand at their last boundaries."""
+        now, queue = self._clock(), self.scheduler
+        late = [seq for seq in (*queue.waiting, *queue.running) if seq.deadline <= now]
+        for seq in late:
+            where = "while it waited for room" if seq.status is Status.WAITING else f"after {seq.num_generated} tokens"
+            seq.fault = Cancelled(f"timeout={seq.request.timeout:g} s passed {where}")
+            queue.tally.deadline_misses += 1
+            self.abort(seq)
+        return [StepOutput(seq, (), "", True) for seq in late]
 
     def _execute(self, batch: Batch) -> list[int | None] | EngineFault:
         """Sampled tokens by row, or the fault that ended the step."""
@@ -365,7 +395,7 @@ class LLM:
             seq = self._open[work.seq_id]
             if seq.num_forwarded == seq.shared_until and not isinstance(drawn, EngineFault):
                 self._revive(seq)
-            seq.num_prefilled_tokens += max(0, min(len(work.tokens), seq.num_prompt_tokens - work.position))
+            seq.num_prefilled_tokens += max(0, min(len(work.tokens), seq.num_known - work.position))
             if isinstance(drawn, EngineFault):
                 seq.fault = drawn
             else:
@@ -414,8 +444,7 @@ class LLM:
         self._open.pop(seq.seq_id, None)
         self._streams.pop(seq.seq_id, None)
         self.chains.leave(seq)
-        if seq.shared_as is not None:
-            self.radix.disown(seq.request.salt, seq.token_ids[: seq.num_prompt_tokens], seq.shared_as, 0)
+        self._unshare(seq)
         promote(seq, self._open.values())
 
     def _idle(self, chain_id: str) -> Chain | None:

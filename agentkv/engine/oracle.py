@@ -17,6 +17,9 @@ from agentkv.engine.core import Edit
 from agentkv.engine.units import Units
 from agentkv.types import Interval
 
+SLACK = 20
+"""Where somebody with a better claim waits for memory, others start only beside a free twentieth of it."""
+
 
 class Cost(NamedTuple):
     """Units beyond those a state has now. peak: most at any moment; resident: at the end. bound: most that it can be owed
@@ -63,6 +66,15 @@ class MemoryOracle(Protocol):
 
     def reclaim(self, claimed: Units, *, keep: str | None = None) -> Units:
         """Give cached memory back until these units can be claimed; what has returned. keep: a chain that is not touched."""
+        ...
+
+    def plenty(self, claimed: Units) -> bool:
+        """Do these claims leave a twentieth of the memory free?"""
+        ...
+
+    def shrink(self, state: KVState, claimed: Units, least: int) -> bool:
+        """Cut a state from its end until these units can be claimed. False: fewer than `least` logical tokens, or none, would
+        have been left of it, and it was released."""
         ...
 
 
@@ -142,6 +154,27 @@ class PagedOracle:
             chains.reclaim([chain], goal, whole=True)
             self._reclaim_radix(goal)
         return before - self.pools.used
+
+    def plenty(self, claimed: Units) -> bool:
+        """See MemoryOracle."""
+        arena = self.pools.arena
+        left = arena.free_bytes - self.pools.bytes(claimed)
+        return left * SLACK >= arena.free_bytes + arena.used_bytes
+
+    def shrink(self, state: KVState, claimed: Units, least: int) -> bool:
+        """See MemoryOracle."""
+        goal = Room(self.pools, claimed)
+        step = goal.pages()
+        while not goal.met():
+            longest = max(state.holdings, key=lambda holding: len(holding.units))
+            slots = longest.start + (len(longest.units) - step) * longest.pool.page_size
+            kept = longest.position(slots) if slots > longest.start else 0
+            if not max(1, least) <= kept < state.logical_length or not state.usable(kept):
+                state.release()
+                return False
+            state.cut(kept)
+            step *= 2
+        return True
 
     def _reclaim_radix(self, goal: Goal) -> None:
         if not goal.met():

@@ -1,40 +1,52 @@
-"""Which tokens run next: decodes first, then prompt chunks in the token budget, first come first served.
+"""Which tokens run next: decodes first, then prompt chunks in the token budget. Who waits and who makes way.
 
-Admission reserves the peak of a sequence's whole life, so an admitted one always finishes and there is no preemption.
-No torch; memory is known through the oracle alone.
+Admission reserves the peak of a sequence's whole life, so what runs never lacks memory. Who is tried next is settled in
+`queue`, who makes way and what becomes of its KV in `preempt`. No torch; memory is known through the oracle alone.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 
 from agentkv.engine.cache.state import Change, KVState
 from agentkv.engine.core import Batch, EngineConfig, Reach, RowWork, Sequence, Status, TableUpdate
-from agentkv.engine.oracle import MemoryOracle
+from agentkv.engine.oracle import Cost, MemoryOracle
+from agentkv.engine.preempt import Tally, rivals, shed, tell_preempted, tell_resumed, victims
+from agentkv.engine.queue import WaitingQueue, shares
 from agentkv.engine.units import NOTHING, Units
+from agentkv.types import Miss
 
 
 class Scheduler:
-    """Two queues: waiting (no memory, no row) and running (a row, a state, a reservation).
+    """waiting: no row; what was preempted among them may have a parked state. running: a row, a state, a reservation.
 
-    resume(seq, fresh): give the sequence the state it continues from (fresh: none) and its pending edits.
+    resume(seq, fresh): give the sequence the state it continues from (fresh: none) and its pending edits. unshare(seq): take what
+    it shares out of the prefix cache.
     finished: sequences that ended and still hold their state until they are committed or aborted. batch: the step that is
     being put together; its moves are carried out before anything else touches the device's memory.
     """
 
-    def __init__(self, config: EngineConfig, oracle: MemoryOracle, resume: Callable[[Sequence, bool], None]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        oracle: MemoryOracle,
+        resume: Callable[[Sequence, bool], None],
+        unshare: Callable[[Sequence], None],
+    ) -> None:
         self.config = config
         self.oracle = oracle
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = WaitingQueue(config.patience)
         self.running: list[Sequence] = []
         self.finished: list[Sequence] = []
+        self.tally = Tally()
+        self._resume = resume
+        self._unshare = unshare
+        self._rows = list(range(config.max_rows))
+        self._retry = False
+        self._first: Sequence | None = None
         self.batch = Batch(rows=[])
         self._compactions = 0
-        self._resume = resume
-        self._rows = list(range(config.max_rows))
-        self._blocked = False
         self._unsettled = False  # what is reserved is not what is claimed
         heapify(self._rows)
 
@@ -64,17 +76,21 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence."""
-        self.waiting.append(seq)
-        self._blocked = False
+        self.waiting.add(seq)
+        self.waiting.clock.enter(seq)
+        self._retry = True
 
     def finish(self, seq: Sequence) -> None:
         """It makes no more tokens: row and reservation are given back, the state stays."""
         self._leave_row(seq)
+        self.waiting.clock.leave(seq)
         seq.status = Status.FINISHED
         self.finished.append(seq)
 
     def remove(self, seq: Sequence) -> None:
         """Take the sequence out of whatever queue it is in and let its state go. Idempotent."""
+        if seq.status in (Status.WAITING, Status.RUNNING):
+            self.waiting.clock.leave(seq)
         if seq.status is Status.WAITING:
             self.waiting.remove(seq)
         elif seq.status is Status.RUNNING:
@@ -82,84 +98,160 @@ class Scheduler:
         elif seq.status is Status.FINISHED:
             self.finished.remove(seq)
         seq.status = Status.CLOSED
-        if seq.state is not None:
-            seq.state.release()
-        seq.state = None
-        self._blocked = False
+        self._drop_state(seq)
+        self._retry = True
 
     def memory_changed(self) -> None:
-        """Something else gave memory back: the head of the queue is worth another try."""
-        self._blocked = False
+        """Something else gave memory back: who waits is worth another try."""
+        self._retry = True
 
     def schedule(self) -> Batch:
         """The next step; empty when nothing can run."""
         self.batch = batch = Batch(rows=[])
-        while self._rows and not self._blocked and (head := self._head()) is not None:
-            self._blocked = not self._admit(head)
+        if self.waiting and (self._retry or self.waiting.first() is not self._first):
+            self._admit_waiting()
         self._follow_moves(batch)
         self.oracle.hold(True)
         for seq in self.running:
             if not seq.prefilling:
                 self._add_row(batch, seq, 1)
-        for seq in self.running:
-            budget = self.config.step_tokens - batch.num_tokens if seq.prefilling else 0
-            if budget > 0:
-                self._apply_edits(batch, seq)
-                boundary = seq.pending_edits[0].at - 1 if seq.pending_edits else seq.num_prompt_tokens
-                if seq.num_forwarded < seq.shared_until:
-                    boundary = min(boundary, seq.shared_until)
-                self._add_row(batch, seq, min(budget, boundary - seq.num_forwarded))
+        self._add_chunks(batch)
         self.oracle.hold(False)
         if self._unsettled:
             self.settle()
         self._follow_moves(batch)
+        self._retry |= self.waiting.pass_over(self.running)
         return batch
 
-    def _head(self) -> Sequence | None:
-        """The first that does not wait for another sequence's prompt."""
-        return next((seq for seq in self.waiting if not seq.held), None)
+    # -- who runs
 
-    def _admit(self, seq: Sequence) -> bool:
-        """Move the head of the queue to running if its peak fits beside what is promised already.
+    def _admit_waiting(self) -> None:
+        """The elder first, then in order; once one is held up, those behind it start only where there is plenty of room."""
+        self._retry = False
+        elder = self.waiting.elder(self.running)
+        if elder is not None and self._admit(elder, elder=True):
+            elder.guaranteed = True
+        held_up = False
+        for seq in self.waiting.ordered():
+            held_up = not (self._fill_in(seq) if held_up else self._admit(seq)) or held_up
+        self._first = self.waiting.first()
+
+    def _admit(self, seq: Sequence, *, elder: bool = False) -> bool:
+        """Run it if its peak fits beside what is promised, after reclaim and with as few preempted as that takes.
 
         It starts from its resident state if that fits. If it is too much even when everything else is reclaimed, it waits for
         the others to finish; when there are none, it starts from nothing, which fits (`LLM.add` saw to that).
         """
+        makes_way = rivals(seq, self.running, elder=elder)
+        if not self._rows and not makes_way:
+            return False
+        others = [*(each for each in self.running if each not in makes_way), *self.finished]
+        rows = self.config.max_rows - len(self.running) + len(makes_way)
         for fresh in (False, True):
-            self._resume(seq, fresh)
-            length = seq.num_prompt_tokens + seq.max_tokens - 1
-            cost = self.oracle.cost(seq.state, seq.pending_edits, length, shared_until=seq.shared_until)
-            claimed = self.reserved_units + cost.peak
-            admitted = self.oracle.claim(claimed)
-            if not admitted and self._can_hold(seq, claimed):
-                self.oracle.reclaim(claimed)
-                admitted = self.oracle.claim(claimed)
-            if admitted:
-                self.waiting.remove(seq)
-                seq.status, seq.row, seq.table_from = Status.RUNNING, heappop(self._rows), [0] * len(cost.peak.counts)
-                seq.reserved_units, seq.peak_units = cost.peak, cost.bound
-                self.running.append(seq)
-                return True
-            if seq.state is not None:
-                seq.state.release()
-            seq.state = None
-            if self.running or self.finished:
-                return False
+            cost = self._offer(seq, fresh)
+            at_once = bool(self._rows) and self.oracle.claim(self.reserved_units + cost.peak)
+            lose = [] if at_once else victims(seq, cost.peak, makes_way, others, rows, self.oracle)
+            if lose is not None:
+                for victim in reversed(lose):
+                    self._preempt(victim, seq)
+                if self._make_room(seq, self.reserved_units + cost.peak):
+                    self._start(seq, cost)
+                    return True
+            if others:
+                break
+            self._drop_state(seq)
+        self._withdraw(seq, cost.peak)
         return False
 
-    def _can_hold(self, seq: Sequence, claimed: Units) -> bool:
-        states = (other.state for other in (*self.running, *self.finished, seq) if other.state is not None)
-        return self.oracle.has_room(states, claimed)
+    def _fill_in(self, seq: Sequence) -> bool:
+        """Run it if there is room that nobody has a claim on, and some to spare."""
+        reserved = self.reserved_units
+        if not self._rows or not self.oracle.plenty(reserved + seq.wanted_units):
+            return False
+        cost = self._offer(seq, fresh=False)
+        if self.oracle.plenty(reserved + cost.peak) and self.oracle.claim(reserved + cost.peak):
+            self._start(seq, cost)
+            return True
+        self._withdraw(seq, cost.peak)
+        return False
+
+    def _offer(self, seq: Sequence, fresh: bool) -> Cost:
+        """Give it the state that it would start from; what it would take beyond it."""
+        if seq.state is None:
+            self._resume(seq, fresh)
+        return self._cost(seq)
+
+    def _withdraw(self, seq: Sequence, peak: Units) -> None:
+        """It does not start; a parked state stays parked."""
+        seq.wanted_units = peak
+        if not seq.parked:
+            self._drop_state(seq)
+
+    def _start(self, seq: Sequence, cost: Cost) -> None:
+        self.waiting.remove(seq)
+        seq.status, seq.row, seq.table_from = Status.RUNNING, heappop(self._rows), [0] * len(cost.peak.counts)
+        seq.reserved_units, seq.peak_units = cost.peak, cost.bound
+        self.running.append(seq)
+        self.waiting.clock.pay(seq, seq.num_known - seq.num_forwarded)
+        lost = seq.computed - seq.num_forwarded
+        if seq.preemptions:
+            tell_resumed(seq, max(0, lost))
+        if lost > 0:
+            self.tally.recomputed += lost
+            seq.miss = seq.miss or Miss(reason="reclaimed", tokens=lost, detail="preempted: others needed its memory")
+        seq.computed, seq.wanted_units = 0, NOTHING
+        self._retry = True  # who is owed service may have more rivals now
+
+    def _preempt(self, seq: Sequence, by: Sequence) -> None:
+        """Its row and reservation go to others; its state is parked."""
+        self._leave_row(seq)
+        self._unshare(seq)
+        seq.status, seq.computed = Status.WAITING, seq.num_forwarded
+        seq.preemptions += 1
+        self.waiting.add(seq)
+        self.tally.preemptions += 1
+        tell_preempted(seq, by, seq.num_forwarded)
+
+    def _make_room(self, seq: Sequence, claimed: Units) -> bool:
+        """Claim so many units, from caches, then from parked states, the last in the queue first. False: others have memory
+        that this engine's sequences do not account for."""
+        if self.oracle.claim(claimed):
+            return True
+        self.oracle.reclaim(claimed)
+        parked = [each for each in reversed(list(self.waiting.ordered())) if each.state is not None and each is not seq]
+        return shed(parked, claimed, self.oracle)
+
+    def _cost(self, seq: Sequence) -> Cost:
+        length = seq.num_prompt_tokens + seq.max_tokens - 1
+        return self.oracle.cost(seq.state, seq.pending_edits, length, shared_until=seq.shared_until)
+
+    # -- what runs
+
+    def _add_chunks(self, batch: Batch) -> None:
+        """Prompts, and what preempted sequences lost, in what the decodes left of the budget; see `queue.shares`."""
+        prompts = [seq for seq in self.running if seq.prefilling]
+        prompts.sort(key=lambda seq: (not seq.guaranteed, self.waiting.order(seq)))
+        for seq in prompts:
+            self._apply_edits(batch, seq)
+        wants = [self._chunk_end(seq) - seq.num_forwarded for seq in prompts]
+        ranks = [seq.request.priority for seq in prompts]
+        given = shares(self.config.step_tokens - batch.num_tokens, wants, ranks)
+        for seq, count in zip(prompts, given, strict=True):
+            self._add_row(batch, seq, count)
+
+    def _chunk_end(self, seq: Sequence) -> int:
+        """A chunk ends before an edit, and where others begin to hold what it holds."""
+        end = seq.pending_edits[0].at - 1 if seq.pending_edits else len(seq.token_ids)
+        return min(end, seq.shared_until) if seq.num_forwarded < seq.shared_until else end
 
     def _apply_edits(self, batch: Batch, seq: Sequence) -> None:
         while seq.pending_edits and seq.pending_edits[0].at - 1 == seq.num_forwarded:
             assert seq.state is not None
             edit = seq.pending_edits.pop(0)
             self._changed(batch, seq, seq.state.remove(edit.removed, self.spare_units(seq)))
-            length = seq.num_prompt_tokens + seq.max_tokens - 1
-            cost = self.oracle.cost(seq.state, seq.pending_edits, length, shared_until=seq.shared_until)
+            cost = self._cost(seq)
             seq.reserved_units, seq.peak_units = cost.peak, cost.bound
-            self._unsettled = True
+            self._unsettled = self._retry = True
 
     def _add_row(self, batch: Batch, seq: Sequence, count: int) -> None:
         """`count` tokens of the sequence enter the batch; the last one draws if it is the last there is."""
@@ -176,6 +268,7 @@ class Scheduler:
                 first = max(seq.table_from[group], holding.first_page)
                 batch.table_updates.append(TableUpdate(seq.row, first, holding.units[first - holding.first_page :], group))
                 seq.table_from[group] = holding.next_page
+        self.waiting.clock.serve(seq, count)
         batch.rows.append(
             RowWork(
                 row=seq.row,
@@ -214,9 +307,14 @@ class Scheduler:
         assert seq.row is not None
         self.running.remove(seq)
         heappush(self._rows, seq.row)
-        seq.row, seq.reserved_units = None, NOTHING
+        seq.row, seq.reserved_units, seq.guaranteed = None, NOTHING, False
         self.settle()
-        self._blocked = False
+        self._retry = True
+
+    def _drop_state(self, seq: Sequence) -> None:
+        if seq.state is not None:
+            seq.state.release()
+        seq.state = None
 
 
 def _reaches(state: KVState, position: int, count: int) -> tuple[Reach | None, ...]:

@@ -118,10 +118,15 @@ class KVBackend(Protocol):
         tools: bool,
         constraint: Constraint | None = None,
         beside: Generation | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
     ) -> Generation:
-        """Continue the chain: prefill what is not resident, then decode. constraint: what the answer must be. beside: one of
-        this backend's own that runs with the same prompt, which is then computed once and shared. Raises Busy,
-        Capacity, ContextOverflow, and BadRequest for a constraint that cannot be served, at once."""
+        """Continue the chain: prefill what is not resident, then decode. Raises Busy, Capacity, ContextOverflow, and BadRequest
+        for a constraint that cannot be served, at once.
+
+        constraint: what the answer must be. beside: one of this backend's own that runs with the same prompt, which is then
+        computed once and shared. priority: -10 to 10, higher goes first. timeout: seconds after which it ends with Cancelled,
+        unless it has finished."""
         ...
 
     def prune(self, chain_id: str, intervals: Sequence[Interval]) -> Freed:

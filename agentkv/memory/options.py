@@ -45,12 +45,6 @@ def check_mode(mode: str) -> None:
         raise BadRequest(f"mode={mode!r}: 'in_place' or 'rebuild'", param="mode")
 
 
-def check_timeout(timeout: float | None) -> None:
-    """Refuse a timeout that is no time."""
-    if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
-        raise BadRequest(f"timeout={timeout!r}: seconds above 0, or None", param="timeout")
-
-
 def not_served(what: str, instead: str, kept: int | None) -> BadRequest:
     """The error for what is planned but not there."""
     return BadRequest(f"{what} is not served yet", kept=kept, hint=instead)

@@ -16,7 +16,7 @@ from agentkv.memory.branch import Branch
 from agentkv.memory.choices import ChoiceStream, choice_sampling
 from agentkv.memory.journal import Journal
 from agentkv.memory.ledger import Ledger
-from agentkv.memory.options import check_history, check_mode, check_timeout, check_window, merged, not_served
+from agentkv.memory.options import check_history, check_mode, check_window, merged, not_served
 from agentkv.memory.restore import restored
 from agentkv.memory.saved import Settings
 from agentkv.memory.span import Record, new_id, spans_of
@@ -35,6 +35,8 @@ from agentkv.types import (
     ToolCall,
     Turn,
     check_lag,
+    check_priority,
+    check_timeout,
     parse_keep,
 )
 
@@ -206,6 +208,7 @@ class Session(Standing):
         tool_choice: Any = "auto",
         response_format: Any = None,
         timeout: float | None = None,
+        priority: int = 0,
         **sampling: Unpack[SamplingOptions],
     ) -> Turn:
         """Let the model answer; sampling: what differs from the session's. On any error the turn is rolled back and what was
@@ -213,8 +216,10 @@ class Session(Standing):
 
         tool_choice: 'auto', 'none', 'required' (one call or more; {'type': 'required', 'parallel': False}: exactly one) or
         {'type': 'function', 'function': {'name': ...}}. response_format: OpenAI's types, and 'regex', 'grammar', 'choice'.
+        timeout: seconds after which it is, with Cancelled. priority: -10 to 10, higher goes first where the engine is full.
         """
-        with self.stream(tool_choice=tool_choice, response_format=response_format, timeout=timeout, **sampling) as stream:
+        options: dict[str, Any] = {"tool_choice": tool_choice, "response_format": response_format, **sampling}
+        with self.stream(timeout=timeout, priority=priority, **options) as stream:
             return stream.finish()
 
     def stream(
@@ -223,11 +228,12 @@ class Session(Standing):
         tool_choice: Any = "auto",
         response_format: Any = None,
         timeout: float | None = None,
+        priority: int = 0,
         **sampling: Unpack[SamplingOptions],
     ) -> TurnStream:
         """The same as events: TextDelta, ReasoningDelta, ToolCallReady, at the end TurnDone. Leaving early rolls back."""
 
-        return TurnStream(lambda: self._turn(tool_choice, response_format, timeout, sampling))
+        return TurnStream(lambda: self._turn(tool_choice, response_format, timeout, priority, sampling))
 
     def choices(
         self,
@@ -236,6 +242,7 @@ class Session(Standing):
         tool_choice: Any = "auto",
         response_format: Any = None,
         timeout: float | None = None,
+        priority: int = 0,
         names: Sequence[str] = (),
         **sampling: Unpack[SamplingOptions],
     ) -> ChoiceStream[Self]:
@@ -243,7 +250,7 @@ class Session(Standing):
         event) pairs. names: ids of the forks. With a seed, each choice has one derived from it (`choice_sampling`)."""
 
         def make(session: Self, index: int, beside: RunningTurn | None) -> RunningTurn:
-            return session._turn(tool_choice, response_format, timeout, sampling, index=index, beside=beside)
+            return session._turn(tool_choice, response_format, timeout, priority, sampling, index=index, beside=beside)
 
         with self._branch.kept():
             return ChoiceStream(self, n, make, names)
@@ -253,6 +260,7 @@ class Session(Standing):
         tool_choice: Any,
         response_format: Any,
         timeout: float | None,
+        priority: int,
         sampling: SamplingOptions,
         *,
         index: int = 0,
@@ -260,10 +268,12 @@ class Session(Standing):
     ) -> RunningTurn:
         with self._branch.kept():
             check_timeout(timeout)
+            check_priority(priority)
             constraint = read_constraint(tool_choice, response_format, self.tools)
             chosen = choice_sampling(merged(self.sampling, sampling), index)
         tools = bool(self.tools) and tool_choice != "none"
-        return RunningTurn(self._branch, chosen, tools=tools, constraint=constraint, timeout=timeout, beside=beside)
+        asked: dict[str, Any] = {"constraint": constraint, "timeout": timeout, "priority": priority}
+        return RunningTurn(self._branch, chosen, tools=tools, beside=beside, **asked)
 
     def cancel(self) -> None:
         """Ask the running turn to roll back, from any thread; without one, nothing. Who runs it gets Cancelled."""

@@ -32,6 +32,7 @@ class RunningTurn:
         tools: bool,
         constraint: Constraint | None = None,
         timeout: float | None = None,
+        priority: int = 0,
         beside: RunningTurn | None = None,
     ) -> None:
         self._branch = branch
@@ -40,6 +41,7 @@ class RunningTurn:
         self._constraint = constraint
         self._beside = beside
         self._timeout = timeout
+        self._priority = priority
         self._guard = threading.Lock()
         self._generation: Generation | None = None
         self._rendered = Rendered(ids=[], pieces=())
@@ -114,6 +116,8 @@ class RunningTurn:
                     tools=self._tools,
                     constraint=self._constraint,
                     beside=None if self._beside is None else self._beside._generation,
+                    priority=self._priority,
+                    timeout=self._timeout,
                 )
         except ContextOverflow as error:
             branch.overflow(error)
@@ -178,7 +182,7 @@ class RunningTurn:
 
     def _why(self) -> Cancelled:
         kept = self._branch.ledger.number
-        if self._timed_out:
+        if self._timed_out or (self._timeout is not None and time.perf_counter() - self._began >= self._timeout):
             return Cancelled(
                 f"the turn took longer than timeout={self._timeout:g} s and was rolled back",
                 kept=kept,

@@ -76,8 +76,8 @@ def add_probes(app: FastAPI, runtime: RuntimePort, auth: Auth, metrics: Metrics,
         return json_response({"alive": True})
 
     async def readyz() -> Response:
-        ready = runtime.ready()
-        return json_response({"ready": ready}, 200 if ready else 503)
+        trouble = runtime.trouble()
+        return json_response({"ready": True}) if trouble is None else json_response({"ready": False, "reason": trouble}, 503)
 
     async def scrape(request: Request) -> Response:
         auth.tenant(request)  # counts tell one tenant about another

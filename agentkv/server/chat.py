@@ -225,6 +225,10 @@ def _choices(session: SessionPort, ask: ChatRequest, names: Sequence[str]) -> Ch
     options: dict[str, Any] = {"tool_choice": ask.tool_choice, **ask.sampling}
     if ask.response_format is not None:
         options["response_format"] = ask.response_format
+    if ask.priority:
+        options["priority"] = ask.priority
+    if ask.timeout is not None:
+        options["timeout"] = ask.timeout
     return session.choices(ask.n, names=names, **options) if ask.n > 1 else OneChoice(session, session.stream(**options))
 
 

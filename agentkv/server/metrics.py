@@ -15,6 +15,11 @@ from agentkv.types import Turn
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+COUNTERS = {
+    "preemptions": "Requests that lost their row to others and waited again",
+    "recomputed_tokens": "Tokens forwarded again after a preemption",
+    "deadline_misses": "Requests that ended because their timeout passed",
+}
 TOKENS = ("prompt", "cached", "prefilled", "completion", "evicted")
 
 
@@ -38,6 +43,11 @@ class RuntimeGauges(Collector):
         yield _gauge("agentkv_queue", "Requests in the engine", "state", queue)
         if total is not None:
             yield GaugeMetricFamily("agentkv_arena_bytes_total", "KV arena bytes", value=total)
+        waiting = {str(priority): count for priority, count in (stats.get("waiting_by_priority") or {}).items()}
+        yield _gauge("agentkv_waiting", "Requests that wait, by priority", "priority", waiting)
+        for name, text in COUNTERS.items():
+            if name in stats:
+                yield CounterMetricFamily(f"agentkv_{name}", text, value=stats[name])
         yield from _tiers(stats)
 
     def describe(self) -> Iterable[Metric]:

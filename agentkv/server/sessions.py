@@ -20,7 +20,7 @@ from agentkv.types import Event, Policy, Sampling, Turn, TurnDone, options_of
 
 ROUTE = "sessions"
 OPEN = ("id", "system", "tools", "method", "policy", "history", "on_window", "placeholder", "sampling")
-GENERATE = (*Sampling.__struct_fields__, "tool_choice", "response_format", "timeout", "stream")
+GENERATE = (*Sampling.__struct_fields__, "tool_choice", "response_format", "timeout", "priority", "stream")
 
 Verb = Callable[[SessionPort, dict[str, Any]], Any]
 

@@ -28,6 +28,8 @@ from agentkv.types import (
     Usage,
     check_choices,
     check_lag,
+    check_priority,
+    check_timeout,
     options_of,
 )
 
@@ -46,12 +48,14 @@ UNSERVED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 class Extension(Frozen, frozen=True, kw_only=True):
-    """The `agentkv` object of a request. prune_after: lag by call id."""
+    """The `agentkv` object of a request. prune_after: lag by call id. priority, timeout: as in `Session.generate`."""
 
     session_id: str | None = None
     chain_id: str | None = None
     policy: dict[str, Any] | None = None
     prune_after: dict[str, int | None] = msgspec.field(default_factory=dict)
+    priority: int = 0
+    timeout: float | None = None
 
 
 class ChatRequest(Frozen, frozen=True, kw_only=True):
@@ -74,6 +78,8 @@ class ChatRequest(Frozen, frozen=True, kw_only=True):
     chain_id: str | None = None
     policy: Policy | None = None
     prune_after: dict[str, int | None] = msgspec.field(default_factory=dict)
+    priority: int = 0
+    timeout: float | None = None
 
 
 async def read_object(request: Request, limit: int = MAX_BODY) -> dict[str, Any]:
@@ -132,6 +138,8 @@ def read_chat(body: Mapping[str, Any], headers: Mapping[str, str], model: str) -
         chain_id=extension.chain_id or None,
         policy=read_policy(extension, headers),
         prune_after=extension.prune_after,
+        priority=check_priority(extension.priority),
+        timeout=check_timeout(extension.timeout),
     )
 
 

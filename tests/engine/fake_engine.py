@@ -213,6 +213,8 @@ def engine(
     max_rows: int = 4,
     step_tokens: int = 16,
     checkpoints: int = 2,
+    patience: int = 256,
+    step_timeout: float = 300.0,
     windows: Windows = ALL,
     slack: int = 3,
     warm_pages: int = 0,
@@ -227,6 +229,8 @@ def engine(
         max_rows=max_rows,
         step_tokens=step_tokens,
         checkpoints=checkpoints,
+        patience=patience,
+        step_timeout=step_timeout,
         warm_memory=warm_pages * runner.groups[0].stripe_bytes,
     )
     return LLM(config, runner, **options)  # type: ignore[arg-type]

@@ -332,7 +332,7 @@ class EngineLife(RuleBasedStateMachine):
         if hasattr(self, "llm"):
             self.llm.check()
             stats = self.llm.stats()
-            assert stats.free + stats.active + stats.chains + stats.checkpoints + stats.radix == stats.total
+            assert stats.free + stats.active + stats.parked + stats.chains + stats.checkpoints + stats.radix == stats.total
 
     def teardown(self) -> None:
         if not hasattr(self, "llm"):

@@ -34,9 +34,9 @@ def test_decodes_come_first_and_chunks_share_what_is_left() -> None:
         llm.step()
     shapes = [[(work.seq_id - first.seq_id, len(work.tokens), work.sample) for work in batch.rows] for batch in seen]
     assert shapes == [
-        [(0, 1, True), (1, 7, False)],
-        [(0, 1, True), (1, 4, True), (2, 3, False)],
-        [(0, 1, True), (1, 1, True), (2, 1, True)],
+        [(0, 1, True), (1, 4, False), (2, 3, False)],  # one each, three of five to the first, two to the shorter
+        [(0, 1, True), (1, 6, False), (2, 1, True)],
+        [(0, 1, True), (2, 1, True), (1, 1, True)],
     ]
 
 

@@ -249,16 +249,7 @@ class FakeBackend:
         return token_id == END
 
     def generate(
-        self,
-        chain_id: str,
-        history: History,
-        suffix: list[int],
-        sampling: Sampling,
-        *,
-        salt: str,
-        tools: bool,
-        constraint: Any = None,
-        beside: Any = None,
+        self, chain_id: str, history: History, suffix: list[int], sampling: Sampling, *, salt: str, tools: bool, **_: Any
     ) -> Running:
         self._may_fail("generate")
         chain = self.chains.setdefault(chain_id, Chain())

@@ -338,6 +338,9 @@ class FakeRuntime:
     def ready(self) -> bool:
         return not self.stuck
 
+    def trouble(self) -> str | None:
+        return "no token for 11 s" if self.stuck else None
+
 
 class Served:
     """An app under uvicorn on an ephemeral port of the loopback."""

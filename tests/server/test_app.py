@@ -20,7 +20,8 @@ def test_probes(served):
     assert httpx.get(served.url + "/healthz").json() == {"alive": True}
     assert httpx.get(served.url + "/readyz").json() == {"ready": True}
     served.runtime.stuck = True
-    assert httpx.get(served.url + "/readyz").status_code == 503
+    stuck = httpx.get(served.url + "/readyz")
+    assert (stuck.status_code, stuck.json()) == (503, {"ready": False, "reason": "no token for 11 s"})
     assert httpx.get(served.url + "/healthz").status_code == 200
     model = httpx.get(served.url + "/v1/models").json()["data"][0]
     assert (model["id"], model["max_model_len"], model["object"]) == ("fake", 10_000, "model")

@@ -1,0 +1,164 @@
+"""How large the KV arena can be beside the weights and one step: found by running the largest steps before anybody waits.
+
+Everything that enters is the same at every start of a model on a machine, or is rounded up, so two starts give the same number
+of pages.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from agentkv.engine.core import EngineConfig, Group, Request
+from agentkv.engine.devices import usable_memory
+from agentkv.engine.llm import LLM
+from agentkv.engine.loader import LoadedModel
+from agentkv.engine.runner import ModelRunner
+from agentkv.engine.sparse import SparseMethod
+from agentkv.errors import BadModel
+from agentkv.types import Sampling
+
+log = logging.getLogger(__name__)
+
+CPU_SHARE, GPU_SHARE = 0.25, 0.9
+"""Of what weights and a step leave, the arena's part. A CPU's memory is shared with other programs."""
+
+STEP_ROUND = 16 << 20
+ARENA_ROUND = 64 << 20
+
+
+class Peak:
+    """bytes: most that was allocated at once beyond what there was at the start."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes. usable: what the device has for this process; step: the largest step's peak; window: KV of one full window."""
+
+    usable: int
+    weights: int
+    step: int
+    arena: int
+    window: int
+
+
+def plan_memory(loaded: LoadedModel, config: EngineConfig, method: SparseMethod) -> MemoryPlan:
+    """The arena for this model and method; `config.memory` is not read. BadModel, with the numbers, where there is none."""
+    share = CPU_SHARE if loaded.device.type == "cpu" else GPU_SHARE
+    groups = loaded.groups(config.page_size)
+    stripe = sum(group.stripe_bytes for group in groups)
+    window = sum(group.stripe_bytes * -(-_reach(group, config) // config.page_size) for group in groups)
+    usable, weights, step = usable_memory(loaded.device), loaded.weight_bytes, measure_step(loaded, config, method)
+    arena = max(0, int((usable - weights - step) * share))
+    arena -= arena % min(ARENA_ROUND, max(stripe, arena))
+    plan = MemoryPlan(usable, weights, step, arena, window)
+    log.info("memory plan on %s: %s", loaded.device, plan)
+    if not arena:
+        raise BadModel(
+            f"no room for KV on {loaded.device}: weights take {_gib(weights)} and a step {_gib(step)} of {_gib(usable)}",
+            hint="Take a smaller model or dtype, or a device with more memory",
+        )
+    if arena < window:
+        raise BadModel(
+            f"one window of {config.window:,} tokens needs {_gib(window)} of KV; weights ({_gib(weights)}) and a step "
+            f"({_gib(step)}) leave {_gib(arena)} of {_gib(usable)} for it",
+            hint=f"Open it with window={arena // stripe * config.page_size} or less, or say how much memory= it may take",
+        )
+    return plan
+
+
+def measure_step(loaded: LoadedModel, config: EngineConfig, method: SparseMethod) -> int:
+    """Bytes that the largest steps take beside weights and KV: `step_tokens` tokens, over all rows or in one, every row drawing
+    in the dearest way. Raises BadModel where they do not fit."""
+    each = max(1, min(config.step_tokens // config.max_rows, config.window - 1))
+    one = min(config.step_tokens, config.window - 1)
+    return max(_measured(loaded, config, method, lengths) for lengths in ([each] * config.max_rows, [one]))
+
+
+def _measured(loaded: LoadedModel, config: EngineConfig, method: SparseMethod, lengths: list[int]) -> int:
+    pages = sum(-(-length // config.page_size) for length in lengths)
+    trial = replace(config, memory=pages * sum(group.stripe_bytes for group in loaded.groups(config.page_size)))
+    llm = LLM(trial, ModelRunner(loaded, trial, method), reuse="chain")
+    sampling = Sampling(max_tokens=1, temperature=1.0, top_p=0.9, min_p=0.01, repetition_penalty=1.1)
+    for length in lengths:
+        llm.add(Request(token_ids=[0] * length, sampling=sampling))
+    with measured(loaded.device) as peak:
+        outputs = llm.step()
+    faults = [output.seq.fault for output in outputs if output.seq.fault is not None]
+    if faults:
+        raise BadModel(
+            f"a step of {sum(lengths)} tokens cannot run beside the weights ({_gib(loaded.weight_bytes)}) on {loaded.device}: "
+            f"{str(faults[0]).splitlines()[0]}",
+            hint="Take a smaller model or dtype, or a device with more memory",
+        )
+    return -(-peak.bytes // STEP_ROUND) * STEP_ROUND
+
+
+@contextmanager
+def measured(device: torch.device) -> Iterator[Peak]:
+    """Measure what runs inside. On a GPU torch's allocator counts; on a CPU the tensors that operations return are counted, so
+    what a kernel takes for itself and gives back is not."""
+    peak = Peak()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        yield peak
+        torch.cuda.synchronize(device)
+        peak.bytes = torch.cuda.max_memory_allocated(device) - before
+        torch.cuda.empty_cache()
+    else:
+        with _Live(peak):
+            yield peak
+
+
+class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the storages that operations make, while they live."""
+
+    def __init__(self, peak: Peak) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._peak = peak
+        self._live: dict[int, int] = {}
+        self._bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation; what it returns and was not given is new."""
+        given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in given and storage._cdata not in self._live:
+                self._live[storage._cdata] = storage.nbytes()
+                self._bytes += storage.nbytes()
+                weakref.finalize(storage, self._gone, storage._cdata)
+        self._peak.bytes = max(self._peak.bytes, self._bytes)
+        return result
+
+    def _gone(self, key: int) -> None:
+        self._bytes -= self._live.pop(key)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
+def _reach(group: Group, config: EngineConfig) -> int:
+    """Most tokens that a sequence holds in the group."""
+    kept = config.window if group.window is None else group.window + group.slack + config.step_tokens + config.page_size
+    return min(kept, config.window)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:,.2f} GiB" if size >= 2**28 else f"{size / 2**20:,.1f} MiB"

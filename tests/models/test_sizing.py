@@ -1,0 +1,92 @@
+"""Start-up sizing: the measure against tensors of known size, two starts, and plans that cannot be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from agentkv import Runtime, methods
+from agentkv.engine import sizing
+from agentkv.engine.core import EngineConfig
+from agentkv.engine.sizing import measure_step, measured, plan_memory
+from agentkv.errors import BadModel, BadRequest
+
+MIB = 1 << 20
+
+
+def config(**sizes: Any) -> EngineConfig:
+    return EngineConfig(**({"memory": 0, "window": 64, "page_size": 4, "max_rows": 4, "step_tokens": 16} | sizes))
+
+
+def test_the_peak_is_what_lives_at_once() -> None:
+    old = torch.zeros(MIB, dtype=torch.uint8)
+    with measured(torch.device("cpu")) as peak:
+        a = torch.ones(2 * MIB, dtype=torch.uint8)
+        a.view(2, MIB)[0].add_(1)  # views and in-place work are not new
+        old.view(-1).mul_(3)
+        b = a + 1
+        del a
+        c = b[:MIB].clone()
+        del b, c
+        torch.zeros(MIB, dtype=torch.uint8)
+    assert peak.bytes == 4 * MIB
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_step_takes_at_least_its_logits_and_activations(model: Any, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizing, "STEP_ROUND", 1)
+    loaded = model(family, "float32")
+    rows, tokens = 8, 64
+    size = measure_step(loaded, config(max_rows=rows, step_tokens=tokens, window=128), methods.get("dense"))
+    hidden = loaded.config.hidden_size
+    assert size >= max(rows * loaded.config.vocab_size * 8, tokens * hidden * 4)
+    assert measure_step(loaded, config(max_rows=rows, step_tokens=4 * tokens, window=512), methods.get("dense")) > 2 * size
+    assert size == measure_step(loaded, config(max_rows=rows, step_tokens=tokens, window=128), methods.get("dense"))
+
+
+def test_two_starts_give_the_same_pages() -> None:
+    found = []
+    for _ in range(2):
+        with Runtime("micro", memory="auto", db=None) as runtime:
+            session = runtime.session()
+            session.add_user("hello")
+            assert session.generate(max_tokens=2).number == 1
+            found.append(runtime.stats()["arena"]["total"])
+    assert found[0] == found[1] > 256 * MIB
+
+
+def test_the_plan_adds_up(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = model("llama", "float32")
+    monkeypatch.setattr(sizing, "usable_memory", lambda device: 1 << 30)
+    plan = plan_memory(loaded, config(), methods.get("dense"))
+    assert plan.weights == loaded.weight_bytes
+    assert plan.step == measure_step(loaded, config(), methods.get("dense")) > 0
+    share = (plan.usable - plan.weights - plan.step) * sizing.CPU_SHARE
+    assert share - 64 * MIB < plan.arena <= share
+
+
+def test_impossible_plans_say_the_numbers_and_what_to_do(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, dense = model("llama", "float32"), methods.get("dense")
+    step = measure_step(loaded, config(), dense)
+    stripe = sum(group.stripe_bytes for group in loaded.groups(4))
+    monkeypatch.setattr(sizing, "usable_memory", lambda device: loaded.weight_bytes + step)
+    with pytest.raises(BadModel, match=r"no room for KV on cpu: weights take .* a step 16\.0 MiB") as caught:
+        plan_memory(loaded, config(), dense)
+    assert "smaller model" in caught.value.hint
+    monkeypatch.setattr(sizing, "usable_memory", lambda device: loaded.weight_bytes + step + 4 * 9 * stripe)
+    with pytest.raises(BadModel, match="one window of 64 tokens needs") as caught:
+        plan_memory(loaded, config(), dense)
+    assert "window=36 or less" in caught.value.hint
+    assert plan_memory(loaded, config(window=36), dense).arena == 9 * stripe
+    monkeypatch.setattr(sizing.ModelRunner, "execute", lambda self, batch: 1 / 0)
+    with pytest.raises(BadModel, match="a step of 16 tokens cannot run beside the weights"):
+        plan_memory(loaded, config(), dense)
+
+
+@pytest.mark.parametrize("bad", [{"memory": "automatic"}, {"step_timeout": 0}, {"step_timeout": "1"}])
+def test_bad_sizes_are_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(BadRequest) as caught:
+        Runtime("micro", db=None, **bad)
+    assert caught.value.details["param"] in bad
