@@ -343,7 +343,7 @@ class LLM:
         self.radix.insert(seq.request.salt, seq.token_ids, seq.state, seq.shared_as, limit=shared)
 
     def _unshare(self, seq: Sequence) -> None:
-        """The sequence no longer stands behind what it shared; a parked state holds its pages alone, so that they can be had."""
+        """It no longer stands behind what it shared: a parked state holds its pages alone, so that they can be had."""
         if seq.shared_as is not None:
             self.radix.disown(seq.request.salt, seq.token_ids[: seq.num_prompt_tokens], seq.shared_as, 0)
         seq.shared_as = None

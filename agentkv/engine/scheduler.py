@@ -21,8 +21,8 @@ from agentkv.types import Miss
 class Scheduler:
     """waiting: no row; what was preempted among them may have a parked state. running: a row, a state, a reservation.
 
-    resume(seq, fresh): give the sequence the state it continues from (fresh: none) and its pending edits. unshare(seq): take what
-    it shares out of the prefix cache.
+    resume(seq, fresh): give the sequence the state it continues from (fresh: none) and its pending edits. unshare(seq): take
+    what it shares out of the prefix cache.
     finished: sequences that ended and still hold their state until they are committed or aborted. batch: the step that is
     being put together; its moves are carried out before anything else touches the device's memory.
     """
