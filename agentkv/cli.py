@@ -129,6 +129,9 @@ def serve(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, ...")] = "auto",
     window: Annotated[int | None, typer.Option(help="Most logical tokens of a session. Default: the model's.")] = None,
     page_size: Annotated[int | None, typer.Option(help="Slots of a KV page. Default: 128 on CPU, 16 on a GPU.")] = None,
+    lookup: Annotated[
+        int, typer.Option(min=0, max=8, help="Most tokens of a session that a step may check; 0: no guesses.")
+    ] = 8,
     api_key: Annotated[
         list[str] | None, typer.Option(envvar="AGENTKV_API_KEY", help="Accepted bearer key; repeatable.")
     ] = None,
@@ -143,7 +146,7 @@ def serve(
 
     default_policy = _policy_file(policy) if policy else None
     _check_free(host, port)
-    sizes: dict[str, Any] = {"memory": memory, "window": window, "page_size": page_size}
+    sizes: dict[str, Any] = {"memory": memory, "window": window, "page_size": page_size, "lookup": lookup}
     with Runtime(model, method=method, device=device, dtype=dtype, db=db or DEFAULT, **sizes) as runtime:
         lines = paste_lines(f"http://{host}:{port}", runtime.model_name, runtime.window)
         typer.echo(lines.replace('"none"', '"YOUR_KEY"') if api_key else lines, err=True)

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
@@ -85,7 +86,9 @@ class Runtime:
 
     model: 'micro', a Hugging Face directory or a .gguf file. method: an attention method by name, or an instance. device,
     dtype: 'auto' or a name. memory: bytes of the KV arena, or like '2GiB'; None chooses. db: None for no store, a path, a URL.
-    window: most logical tokens of a session; None is the model's. page_size: slots of a KV page; None chooses.
+    window: most logical tokens of a session; None is the model's. page_size: slots of a KV page; None chooses. lookup: most
+    tokens that a step may check for one session, the next one and guesses from its own text; 0 guesses nothing. Answers are
+    the same either way, sampled ones too.
 
     Raises UnknownModel, BadModel, UnknownOption, BadRequest and StoreFault. Not closing it leaks nothing past the process.
     """
@@ -101,6 +104,7 @@ class Runtime:
         db: Db = DEFAULT,
         window: int | None = None,
         page_size: int | None = None,
+        lookup: int = 8,
     ) -> None:
         # OpenMP threads that spin while they wait make every step many times slower as soon as the cores are shared.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -116,6 +120,7 @@ class Runtime:
                 memory=memory,
                 window=window,
                 page_size=page_size,
+                lookup=lookup,
             )
         except BaseException:
             if self._store is not None:
@@ -300,14 +305,16 @@ class Runtime:
 
     def stats(self) -> dict[str, Any]:
         """Numbers of the engine. arena: bytes by holder, which add up to total. reserved_bytes: free bytes that running
-        sequences may still take. peak_bytes: most arena bytes held at once so far. queue: sequences by state."""
+        sequences may still take. peak_bytes: most arena bytes held at once so far. queue: sequences by state. decoding: what
+        steps without prompts made so far, and guesses of prompt lookup that were checked and that came true."""
         worker = self._engine.worker
-        found, peak = worker.call(lambda: (worker.llm.stats(), worker.llm.peak_bytes))
+        found, peak, decoding = worker.call(lambda: (worker.llm.stats(), worker.llm.peak_bytes, asdict(worker.llm.decoding)))
         return {
             "arena": {name: size for name, size in found.bytes.items() if name != "reserved"},
             "reserved_bytes": found.bytes["reserved"],
             "peak_bytes": peak,
             "queue": {"running": found.rows, "waiting": found.waiting, "finished": found.finished},
+            "decoding": decoding,
             "sessions": len(self._live),
             "prefill_tokens_per_second": round(self._engine.backend.prefill_rate(), 1),
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from agentkv.engine.core import EngineConfig
 from agentkv.engine.devices import best_device, device_names, free_memory, usable_device
 from agentkv.engine.llm import LLM
 from agentkv.engine.loader import LoadedModel, load_model
+from agentkv.engine.lookup import MOST_QUERIES
 from agentkv.engine.runner import ModelRunner
 from agentkv.engine.sparse import SparseMethod
 from agentkv.engine.tokenizer import Tokenizer
@@ -21,6 +22,7 @@ from agentkv.errors import BadRequest
 from agentkv.runtime_backend import EngineBackend
 
 BUNDLED = ("micro",)
+LOOKUP = 8
 CPU_MOST = 1 << 30
 CPU_SHARE, GPU_SHARE = 0.25, 0.8
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -47,14 +49,16 @@ def open_engine(
     memory: int | str | None = None,
     window: int | None = None,
     page_size: int | None = None,
+    lookup: int = LOOKUP,
 ) -> Engine:
     """Load a model and start its engine. Raises UnknownModel, BadModel, UnknownOption or BadRequest; nothing is left behind."""
     path = model_path(model)
     chosen, name = _method(method)
+    lookup = _checked_lookup(lookup) if chosen.truncates else 0
     tokenizer = Tokenizer.load(path)
     target = usable_device(device)
     loaded = load_model(path, device=target, dtype=dtype)
-    config = engine_config(loaded, memory, window, page_size)
+    config = replace(engine_config(loaded, memory, window, page_size), lookup=lookup)
     runner = ModelRunner(loaded, config, chosen)
     worker = EngineWorker(LLM(config, runner, tokenizer=tokenizer, reuse=chosen.reuse))
     backend = EngineBackend(
@@ -109,6 +113,12 @@ def parse_memory(memory: int | str) -> int:
     if size < 1:
         raise BadRequest(f"memory={memory!r}: must be positive", param="memory")
     return size
+
+
+def _checked_lookup(lookup: int) -> int:
+    if isinstance(lookup, bool) or not isinstance(lookup, int) or not 0 <= lookup <= MOST_QUERIES:
+        raise BadRequest(f"lookup={lookup!r}: 0 to {MOST_QUERIES} tokens a step", hint="0 guesses nothing", param="lookup")
+    return lookup
 
 
 def _default_memory(loaded: LoadedModel) -> int:

@@ -1,4 +1,4 @@
-"""Decode attention in plain torch, made for the CPU: one query token a row, pages read in place where they lie in runs.
+"""Decode attention in plain torch, made for the CPU: one or a few queries a row, pages read in place where they lie in runs.
 
 A row's result depends on its own tokens alone: every page is one product, and pages are summed in logical order, whether
 they were read in place or gathered.
@@ -49,16 +49,22 @@ def _runs(full: Tensor) -> tuple[tuple[int, int, int], ...]:
     return tuple(runs)
 
 
-def decode_attention(q: Tensor, pages: Tensor, rows: tuple[RowPages, ...], scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of one query token a row over all that the row holds.
+def decode_attention(
+    q: Tensor, pages: Tensor, rows: tuple[RowPages, ...], scale: float, counts: tuple[int, ...] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention of a row's last tokens, counts[i] of row i (None: one of each), over all that the row holds up to each.
 
-    q: `[num_rows, num_heads, head_dim]`. Returns out like q and lse `[num_rows, num_heads]` (float32, or float64 for it).
+    q: `[num_tokens, num_heads, head_dim]`, row by row. Returns out like q and lse `[num_tokens, num_heads]` (float32, or
+    float64 for it).
     """
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:2], dtype=wide, device=q.device)
-    for index, row in enumerate(rows):
-        out[index], lse[index] = _decode_row(q[index].to(wide), pages, row, scale)
+    start = 0
+    for row, count in zip(rows, counts or (1,) * len(rows), strict=True):
+        tokens = slice(start, start + count)
+        out[tokens], lse[tokens] = _decode_row(q[tokens].to(wide), pages, row, scale)
+        start += count
     return out, lse
 
 
@@ -76,9 +82,13 @@ def _segments(pages: Tensor, row: RowPages) -> list[Tensor]:
 
 
 def _decode_row(q: Tensor, pages: Tensor, row: RowPages, scale: float) -> tuple[Tensor, Tensor]:
-    """One row. q: `[num_heads, head_dim]` in the wide dtype; returns out like q, lse `[num_heads]`."""
+    """One row. q: `[count, num_heads, head_dim]` in the wide dtype; returns out like q, lse `[count, num_heads]`.
+
+    The queries of a KV head are one group, whichever token they are of: each page is read once.
+    """
     num_kv_heads, page_size, head_dim = pages.shape[1], pages.shape[3], pages.shape[4]
-    grouped = q.view(num_kv_heads, -1, head_dim)
+    num_queries = q.shape[0]
+    grouped = q.view(num_queries, num_kv_heads, -1, head_dim).transpose(0, 1).reshape(num_kv_heads, -1, head_dim)
     group = grouped.shape[1]
     segments = [segment.to(q.dtype) for segment in _segments(pages, row)]
     num_full = len(row.full)
@@ -97,10 +107,20 @@ def _decode_row(q: Tensor, pages: Tensor, row: RowPages, scale: float) -> tuple[
     if tail is not None:
         scores[..., num_full * page_size :] = torch.bmm(grouped, tail[:, 0].transpose(1, 2))
 
+    if num_queries > 1:
+        _hide_later(scores.view(num_kv_heads, num_queries, -1, length))
     lse = torch.logsumexp(scores.mul_(scale), dim=-1)
     weights = scores.sub_(lse.unsqueeze(-1)).exp_()
     out = _weigh(weights, segments, tail)
-    return out.reshape(-1, head_dim), lse.reshape(-1)
+    out = out.view(num_kv_heads, num_queries, -1, head_dim).transpose(0, 1)
+    return out.reshape(num_queries, -1, head_dim), lse.view(num_kv_heads, num_queries, -1).transpose(0, 1).flatten(1)
+
+
+def _hide_later(scores: Tensor) -> None:
+    """A token does not see those behind it. scores: `[num_kv_heads, count, group, length]`, the tokens' own slots last."""
+    count, length = scores.shape[1], scores.shape[3]
+    later = torch.ones(count, count, dtype=torch.bool, device=scores.device).triu_(1)
+    scores[..., length - count :].masked_fill_(later.unsqueeze(1), -torch.inf)
 
 
 def _weigh(weights: Tensor, segments: list[Tensor], tail: Tensor | None) -> Tensor:

@@ -41,17 +41,18 @@ def _known(lse: Tensor | None) -> Tensor:
 def _attend_part(q: Tensor, part: Part, batch: DeviceBatch, scale: float) -> Attended:
     if part.bias is not None:
         raise NotImplementedError("a per-slot bias")
-    return _attend_chunks(q, part, batch, scale) if batch.prefill else _attend_decodes(q, part, scale)
+    return _attend_chunks(q, part, batch, scale) if batch.prefill else _attend_decodes(q, part, batch, scale)
 
 
-def _attend_decodes(q: Tensor, part: Part, scale: float) -> Attended:
-    """One query a row."""
-    table = part.table
+def _attend_decodes(q: Tensor, part: Part, batch: DeviceBatch, scale: float) -> Attended:
+    """One query a row, or a few: the last token and guesses."""
+    table, counts = part.table, batch.counts
     if q.device.type == "cpu" or q.dtype == torch.float64:  # the GPU kernel is for at most float32
-        return Attended(*decode_attention(q, part.payload.pages, table.decode_plan, scale))
+        return Attended(*decode_attention(q, part.payload.pages, table.decode_plan, scale, counts))
     from agentkv.kernels.split_decode import split_decode  # needs triton, which a CPU-only platform may lack
 
-    return Attended(*split_decode(q, part.payload.pages, table.entries, table.rows, table.lens, max(table.host_lens), scale))
+    rows, lens = (table.rows, table.lens) if len(counts) == q.shape[0] else table.by_query(counts)
+    return Attended(*split_decode(q, part.payload.pages, table.entries, rows, lens, max(table.host_lens), scale))
 
 
 def _attend_chunks(q: Tensor, part: Part, batch: DeviceBatch, scale: float) -> Attended:

@@ -18,6 +18,7 @@ from agentkv.types import FinishReason, Interval, Miss, Sampling
 
 if TYPE_CHECKING:
     from agentkv.engine.cache.state import KVState
+    from agentkv.engine.lookup import Drafter
 
 GRANULE = 256
 """Bytes of one granule: table entries are int32 offsets in granules (reach 549 GB)."""
@@ -47,7 +48,10 @@ class KVLayout:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Sizes of the engine. memory: bytes of the KV arena; window: most logical tokens of a sequence."""
+    """Sizes of the engine. memory: bytes of the KV arena; window: most logical tokens of a sequence.
+
+    lookup: most tokens that a decode row forwards in one step, guesses of prompt lookup included; 0 guesses nothing.
+    """
 
     memory: int
     window: int
@@ -55,6 +59,7 @@ class EngineConfig:
     max_rows: int = 64
     step_tokens: int = 2048
     checkpoints: int = 2
+    lookup: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +127,8 @@ class Sequence:
 
     table_from: pages of the state from this index on are not yet in the row's page table. reserved_units: units that it may
     still take. kept_ids: the generated ids to commit where a stop string ended it (None: all that were generated).
-    history: None where nothing is penalised. allowed: None where every token may come next.
+    history: None where nothing is penalised. allowed: None where every token may come next. drafter: None where nothing is
+    guessed.
     """
 
     seq_id: int
@@ -146,6 +152,7 @@ class Sequence:
     fault: Exception | None = None
     history: History | None = None
     allowed: Callable[[], memoryview | None] | None = None
+    drafter: Drafter | None = None
 
     @property
     def num_forwarded(self) -> int:
@@ -171,8 +178,11 @@ class TokenScore:
     top: tuple[tuple[int, float], ...]
 
 
-Drawn = tuple[Sequence, int | None, TokenScore | None]
-"""A sequence that a step touched, its new token, and what was said of it."""
+Draw = tuple[int, TokenScore | None]
+"""A drawn token, and what was said of it."""
+
+Drawn = tuple[Sequence, list[Draw]]
+"""A sequence that a step touched, and its new tokens."""
 
 
 @dataclass(slots=True)
@@ -182,6 +192,8 @@ class RowWork:
     sample: draw a token after the last one; `step` numbers the draw (with `seed` it fixes the random stream).
     history: needed where the sampling is penalised. score: what the runner says of the token where logprobs are asked for.
     allowed: gives the checked mask of this draw, None for a row whose token will not count; see `Mask`.
+    drafted: so many of the last tokens are guesses. A token is drawn before and after each: `step` numbers the first draw,
+    and the runner puts the draws behind the guesses, numbered on from there, into `later`.
     """
 
     row: int
@@ -196,6 +208,13 @@ class RowWork:
     history: History | None = None
     score: TokenScore | None = None
     allowed: Callable[[], memoryview | None] | None = None
+    drafted: int = 0
+    later: list[Draw] = field(default_factory=list)
+
+    @property
+    def decodes(self) -> bool:
+        """Does the row go on from its last token, rather than read a part of its prompt?"""
+        return len(self.tokens) == 1 + self.drafted
 
 
 @dataclass(slots=True)
@@ -229,7 +248,10 @@ class Runner(Protocol):
     vocab_size: int
 
     def execute(self, batch: Batch) -> list[int | None]:
-        """Forward the batch; for each row the sampled token id, None where `sample` is False, -1 where a mask allows none."""
+        """Forward the batch; for each row the sampled token id, None where `sample` is False, -1 where a mask allows none.
+
+        Of a row with guesses it is the first draw; the others are in the row's `later`.
+        """
         ...
 
     def move_slots(self, source: list[Slot], target: list[Slot]) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import count
 from secrets import randbits
+from time import perf_counter
 from typing import Literal
 
-from agentkv.engine.accounts import EngineStats, check, measure
+from agentkv.engine.accounts import Decoding, EngineStats, check, measure
 from agentkv.engine.cache.arena import Arena, UnitClass
 from agentkv.engine.cache.chain import Chain, ChainCache
 from agentkv.engine.cache.extents import ExtentPool
@@ -16,6 +17,7 @@ from agentkv.engine.cache.radix import RadixCache
 from agentkv.engine.cache.state import KVState, Moves
 from agentkv.engine.core import Batch, ChainInfo, Drawn, EngineConfig, Request, Runner, Sequence, Status, StepOutput
 from agentkv.engine.demands import check_drawn, check_sampling, equip
+from agentkv.engine.lookup import agreed
 from agentkv.engine.oracle import PagedOracle
 from agentkv.engine.output import TextStream, TextTokenizer
 from agentkv.engine.scheduler import Scheduler
@@ -58,6 +60,7 @@ class LLM:
         self.chains = ChainCache(self.pool, self.radix, tick, config.checkpoints)
         self.oracle = PagedOracle(self.pool, self.radix, self.chains)
         self.scheduler = Scheduler(config, self.oracle, self._resume)
+        self.decoding = Decoding()
         self._ids = count(1)
         self._open: dict[int, Sequence] = {}
         self._streams: dict[int, TextStream] = {}
@@ -67,10 +70,13 @@ class LLM:
 
         Nothing can run while every free unit is held by finished sequences that were not committed or aborted.
         """
+        started = perf_counter()
         batch = self.scheduler.schedule()
         drawn = self._execute(batch)
         touched = self._accept(batch, drawn)
-        return self._collect(touched)
+        outputs = self._collect(touched)
+        self.decoding.add(batch, outputs, perf_counter() - started)
+        return outputs
 
     @property
     def has_work(self) -> bool:
@@ -104,7 +110,7 @@ class LLM:
         seed = request.sampling.seed if request.sampling.seed is not None else randbits(63)
         prompt = list(request.token_ids)
         seq = Sequence(next(self._ids), request, prompt, len(prompt), max_tokens, seed)
-        equip(seq, self.runner.vocab_size)
+        equip(seq, self.runner.vocab_size, self.config.lookup)
         self.chains.open(request, seq)
         self._open[seq.seq_id] = seq
         if self.tokenizer is not None:
@@ -301,10 +307,12 @@ class LLM:
             raise EngineFault(f"a step failed: {type(error).__name__}: {error}") from error
         if [token is not None for token in drawn] != [work.sample for work in batch.rows]:
             raise EngineFault("the runner did not sample the rows it was asked to")
+        if any(len(work.later) != work.drafted for work in batch.rows):
+            raise EngineFault("the runner did not draw behind every guess")
         return drawn
 
     def _accept(self, batch: Batch, drawn: list[int | None] | EngineFault) -> list[Drawn]:
-        """Append what was drawn; the sequences that got a token or ended."""
+        """Which draws count: the first, and each behind a guess that came true. The sequences that got a token or ended."""
         touched: list[Drawn] = []
         for index, work in enumerate(batch.rows):
             seq = self._open[work.seq_id]
@@ -315,24 +323,29 @@ class LLM:
                 check_drawn(seq, drawn[index])
             if isinstance(drawn, EngineFault) or seq.fault is not None:
                 self.abort(seq)
-                touched.append((seq, None, None))
+                touched.append((seq, []))
                 continue
             token = drawn[index]
             if token is not None:
-                seq.token_ids.append(token)
-                touched.append((seq, token, work.score))
+                touched.append((seq, agreed(work, token)))
         return touched
 
     def _collect(self, touched: list[Drawn]) -> list[StepOutput]:
         """Turn new tokens into text and end what is complete."""
         outputs = []
-        for seq, token, score in touched:
-            text = ""
-            if token is not None:
-                text = self._text(seq, token)
+        for seq, draws in touched:
+            text, made = "", len(seq.token_ids)
+            for token, _ in draws:
+                seq.token_ids.append(token)
+                text += self._text(seq, token)
                 if seq.finish_reason is not None:
-                    self.scheduler.finish(seq)
-            tokens, scores = () if token is None else (token,), () if score is None else (score,)
+                    break
+            if draws and seq.num_forwarded >= len(seq.token_ids):
+                self.scheduler.take_back(seq)
+            if seq.finish_reason is not None:
+                self.scheduler.finish(seq)
+            tokens = tuple(seq.token_ids[made:])
+            scores = tuple(score for _, score in draws[: len(tokens)] if score is not None)
             outputs.append(StepOutput(seq, tokens, text, seq.status is not Status.RUNNING, scores))
         return outputs
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -26,15 +26,19 @@ long as they save, and where other processes share the cores, many times as long
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A batch on the device. order: index in the batch of each row of `works`, which has single tokens first, then chunks."""
+    """A batch on the device. order: index in the batch of each row of `works`, which has decodes first, then chunks.
+
+    draws: (index of the row in `works`, how many of the row's draws come before) of each draw.
+    """
 
     works: tuple[RowWork, ...]
     order: tuple[int, ...]
     token_ids: Tensor
     positions: Tensor
     batches: tuple[DeviceBatch, ...]
+    draws: tuple[tuple[int, int], ...]
     ends: Tensor
-    """int64 `[num_rows]`: each row's last token."""
+    """int64 `[num_draws]`: the token of the step that each draw comes after."""
 
 
 class ModelRunner:
@@ -57,7 +61,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> list[int | None]:
-        """Forward the batch; for each row the sampled token id, None where `sample` is False, -1 where a mask allows none."""
+        """Forward the batch; for each row the (first) sampled token id, None where `sample` is False, -1 where a mask allows
+        none."""
         self.pages.update_table(batch.table_updates)
         if not batch.rows:
             return []
@@ -97,7 +102,7 @@ class ModelRunner:
 
     def _prepare(self, batch: Batch) -> _Step:
         """Order the rows by phase and carry the step's integers to the device in one copy."""
-        order = sorted(range(len(batch.rows)), key=lambda index: len(batch.rows[index].tokens) > 1)
+        order = sorted(range(len(batch.rows)), key=lambda index: not batch.rows[index].decodes)
         works = tuple(batch.rows[index] for index in order)
         counts = [len(work.tokens) for work in works]
         token_ids = [token for work in works for token in work.tokens]
@@ -106,22 +111,25 @@ class ModelRunner:
         owners = [work.row for work in works for _ in work.tokens]
         rows = [work.row for work in works]
         lens = [work.slot + len(work.tokens) for work in works]
-        ends = [end - 1 for end in accumulate(counts)]
+        draws = tuple((index, i) for index, work in enumerate(works) if work.sample for i in range(work.drafted + 1))
+        stops = list(accumulate(counts))
+        ends = [stops[index] - 1 - works[index].drafted + i for index, i in draws]
         lists = (token_ids, positions, slots, owners, rows, lens, ends)
         packed = torch.tensor([value for each in lists for value in each], dtype=torch.int64).to(self.loaded.device)
         token_ids_, positions_, slots_, owners_, rows_, lens_, ends_ = torch.split(packed, [len(each) for each in lists])
 
         page_size = self.layout.page_size
         entries = self.pages.table[owners_, slots_ // page_size].to(torch.int64)
-        num_single = sum(count == 1 for count in counts)
+        num_decodes = sum(work.decodes for work in works)
+        decoded = sum(counts[:num_decodes])
         places = (positions_, entries, slots_ % page_size)
         batches = []
-        for prefill, first, last in ((False, 0, num_single), (True, num_single, len(works))):
+        for prefill, first, last in ((False, 0, num_decodes), (True, num_decodes, len(works))):
             if first < last:
                 spans = _spans(works[first:last])
                 table = self._table(spans, rows_[first:last], lens_[first:last].to(torch.int32))
-                batches.append(self._device_batch(prefill, num_single if prefill else 0, spans, table, places))
-        return _Step(works, tuple(order), token_ids_, positions_, tuple(batches), ends_)
+                batches.append(self._device_batch(prefill, decoded if prefill else 0, spans, table, places))
+        return _Step(works, tuple(order), token_ids_, positions_, tuple(batches), draws, ends_)
 
     def _table(self, spans: tuple[RowSpan, ...], rows: Tensor, lens: Tensor) -> RowTable:
         host_rows = tuple(span.row for span in spans)
@@ -148,15 +156,23 @@ class ModelRunner:
     def _sample(self, step: _Step, hidden: Tensor) -> list[int | None]:
         """Draw for the rows that ask for it; one transfer of all tokens, and one of all log-probabilities."""
         tokens: list[int | None] = [None] * len(step.works)
-        asking = [index for index, work in enumerate(step.works) if work.sample]
-        if asking:
-            ends = step.ends if len(asking) == len(step.works) else step.ends[asking]
-            logits, works = self.loaded.model.logits(hidden[ends]), [step.works[index] for index in asking]
-            drawn = sample(logits, works)
-            score(logits, drawn, works)
-            for index, token in zip(asking, drawn.tolist(), strict=True):
+        if not step.draws:
+            return tokens
+        works = [_drawing(step.works[index], i) for index, i in step.draws]
+        logits = self.loaded.model.logits(hidden[step.ends])
+        drawn = sample(logits, works)
+        score(logits, drawn, works)
+        for (index, i), work, token in zip(step.draws, works, drawn.tolist(), strict=True):
+            if i:
+                step.works[index].later.append((token, work.score))
+            else:
                 tokens[step.order[index]] = token
         return tokens
+
+
+def _drawing(work: RowWork, i: int) -> RowWork:
+    """What the draw behind a row's i-th guess goes by: everything but the guess's number is the row's."""
+    return replace(work, step=work.step + i, score=None) if i else work
 
 
 def _spans(works: Sequence[RowWork]) -> tuple[RowSpan, ...]:

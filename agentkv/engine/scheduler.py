@@ -7,11 +7,12 @@ No torch; memory is known through the oracle alone.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from heapq import heapify, heappop, heappush
 
 from agentkv.engine.cache.state import Change
 from agentkv.engine.core import Batch, EngineConfig, RowWork, Sequence, Status
+from agentkv.engine.lookup import share
 from agentkv.engine.oracle import MemoryOracle
 
 
@@ -85,9 +86,10 @@ class Scheduler:
         while self.waiting and self._rows and not self._blocked:
             self._blocked = not self._admit(self.waiting[0])
         batch = Batch(rows=[])
-        for seq in self.running:
-            if not seq.prefilling:
-                self._add_row(batch, seq, 1)
+        decoding = [seq for seq in self.running if not seq.prefilling]
+        guesses = share(len(decoding), self.config.step_tokens) if self.config.lookup else 0
+        for seq in decoding:
+            self._add_row(batch, seq, 1, self._draft(seq, guesses))
         for seq in self.running:
             budget = self.config.step_tokens - batch.num_tokens
             if seq.prefilling and budget > 0:
@@ -133,12 +135,25 @@ class Scheduler:
             length = seq.num_prompt_tokens + seq.max_tokens - 1
             seq.reserved_units = self.oracle.cost(seq.state, seq.pending_edits, length).peak
 
-    def _add_row(self, batch: Batch, seq: Sequence, count: int) -> None:
-        """`count` tokens of the sequence enter the batch; the last one draws if it is the last there is."""
+    def _draft(self, seq: Sequence, most: int) -> list[int]:
+        """Guesses of what follows. What is promised to the sequence has room for them: they end before its last token."""
+        limit = min(most, seq.max_tokens - seq.num_generated - 1)
+        return seq.drafter.draft(limit) if seq.drafter is not None and limit > 0 else []
+
+    def take_back(self, seq: Sequence) -> None:
+        """Guesses that did not come true lose their KV, and its units are promised to the sequence again."""
+        assert seq.state is not None
+        free = self.oracle.free_units
+        seq.state.cut(len(seq.token_ids) - 1)
+        seq.reserved_units += self.oracle.free_units - free
+
+    def _add_row(self, batch: Batch, seq: Sequence, count: int, drafted: Iterable[int] = ()) -> None:
+        """`count` tokens of the sequence enter the batch, and guesses; the last token draws if it is the last there is."""
         assert seq.state is not None
         assert seq.row is not None
         position, slot = seq.num_forwarded, seq.state.length
-        change = seq.state.append(count)
+        tokens = [*seq.token_ids[position : position + count], *drafted]
+        change = seq.state.append(len(tokens))
         seq.reserved_units -= change.new_units
         self._changed(batch, seq, change)
         if seq.table_from < len(seq.state.units):
@@ -147,7 +162,7 @@ class Scheduler:
         batch.rows.append(
             RowWork(
                 row=seq.row,
-                tokens=seq.token_ids[position : position + count],
+                tokens=tokens,
                 position=position,
                 slot=slot,
                 sample=position + count == len(seq.token_ids),
@@ -157,6 +172,7 @@ class Scheduler:
                 seq_id=seq.seq_id,
                 history=seq.history,
                 allowed=seq.allowed,
+                drafted=len(tokens) - count,
             )
         )
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from agentkv.kernels.chunk_attention import token_slots
@@ -37,6 +38,20 @@ class RowTable:
     host_rows: tuple[int, ...]
     host_lens: tuple[int, ...]
     page_size: int
+
+    def by_query(self, counts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """`rows` and `lens` with a line for each query, `[num_tokens]`; a row's counts[i] queries are its last slots."""
+        if counts not in self._by_query:
+            behind = [count - 1 - i for count in counts for i in range(count)]
+            packed = torch.tensor([*counts, *behind]).to(self.rows.device)
+            repeats, back = torch.split(packed, [len(counts), len(behind)])
+            rows, lens = self.rows.repeat_interleave(repeats), self.lens.repeat_interleave(repeats) - back.to(torch.int32)
+            self._by_query[counts] = rows, lens
+        return self._by_query[counts]
+
+    @cached_property
+    def _by_query(self) -> dict[tuple[int, ...], tuple[Tensor, Tensor]]:
+        return {}
 
     @cached_property
     def decode_plan(self) -> tuple[RowPages, ...]:
@@ -96,8 +111,9 @@ class RowSpan:
 class DeviceBatch:
     """The rows of one view class in one phase of a step; every hook gets it as `batch`.
 
-    tokens: where they lie in the step. prefill: chunks; otherwise each row has one token. positions: int64 `[num_tokens]`,
-    logical. entries, offsets: int64 `[num_tokens]`, granule of the page and slot in it that each new token is written to.
+    tokens: where they lie in the step. prefill: chunks; otherwise each row has its last token, and where the method truncates
+    a few guesses behind it. positions: int64 `[num_tokens]`, logical. entries, offsets: int64 `[num_tokens]`, granule of the
+    page and slot in it that each new token is written to.
     pages_of: layer -> its pages (see PagedKV).
     """
 
@@ -109,6 +125,11 @@ class DeviceBatch:
     offsets: Tensor
     table: RowTable
     pages_of: Callable[[int], Tensor] = field(repr=False)
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Tokens of each row."""
+        return tuple(span.end - span.start for span in self.rows)
 
     def pages(self, layer: int) -> Tensor:
         """The layer's pages `[num_granules, num_kv_heads, 2, page_size, head_dim]`."""

@@ -65,14 +65,21 @@ class FakeRunner:
         for work in batch.rows:
             assert work.tokens
             visible = [self.slots[self._slot(work.row, slot)] for slot in range(work.slot)]
+            draws: list[int] = []
             for i, token in enumerate(work.tokens):
                 write(visible, work.position + i, token)
                 self.slots[self._slot(work.row, work.slot + i)] = visible[-1]
+                if work.sample and i >= len(work.tokens) - 1 - work.drafted:
+                    draws.append(self.draw(visible, work.seed, work.step + len(draws)))
             self.forwarded += len(work.tokens)
-            drawn.append(draw(visible, work.seed, work.step, self.vocab) if work.sample else None)
+            work.later += [(token, None) for token in draws[1:]]
+            drawn.append(draws[0] if draws else None)
         if self.steps in self.fail_execute:
             raise RuntimeError("device fault")
         return drawn
+
+    def draw(self, visible: list[Content], seed: int, step: int) -> int:
+        return draw(visible, seed, step, self.vocab)
 
     def move_slots(self, source: list[Slot], target: list[Slot]) -> None:
         assert len(source) == len(target) == len(set(target))
@@ -124,6 +131,7 @@ def engine(
     max_rows: int = 4,
     step_tokens: int = 16,
     checkpoints: int = 2,
+    lookup: int = 0,
     **options: object,
 ) -> LLM:
     """An engine of `units` pages over a fake runner."""
@@ -135,6 +143,7 @@ def engine(
         max_rows=max_rows,
         step_tokens=step_tokens,
         checkpoints=checkpoints,
+        lookup=lookup,
     )
     return LLM(config, runner, **options)  # type: ignore[arg-type]
 
