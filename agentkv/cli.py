@@ -28,6 +28,9 @@ app.add_typer(bench_app, name="bench")
 Model = Annotated[str, typer.Option(help="'micro', a Hugging Face directory or a .gguf file.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object, the last line on stdout.")]
 Db = Annotated[str | None, typer.Option(help="Database: a path or an SQLAlchemy URL. Default: the user's data folder.")]
+Lookup = Annotated[
+    int, typer.Option(min=0, max=8, help="Tokens of a session that a step may check: the next one and guesses. 0: no guesses.")
+]
 Lag = Annotated[int | None, typer.Option(help="Prune each tool result this many results later. Default: never.")]
 
 
@@ -48,13 +51,14 @@ def demo(
         int | None,
         typer.Option(min=0, help="Prune each tool result this many results later. Default: the least the task allows."),
     ] = None,
+    lookup: Lookup = 8,
     as_json: AsJson = False,
 ) -> None:
     """Watch the bundled model work through one task, with pruning, then resume it in a second process."""
     from agentkv.world.demo import play_demo, printer
 
     show = printer(sys.stderr if as_json else sys.stdout)
-    result = play_demo(seed=seed, prune_after=prune_after, show=show)
+    result = play_demo(seed=seed, prune_after=prune_after, show=show, lookup=lookup)
     if as_json:
         typer.echo(json.dumps(result))
     if not (result["solved"] and result["resumed"]):
@@ -129,9 +133,7 @@ def serve(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, ...")] = "auto",
     window: Annotated[int | None, typer.Option(help="Most logical tokens of a session. Default: the model's.")] = None,
     page_size: Annotated[int | None, typer.Option(help="Slots of a KV page. Default: 128 on CPU, 16 on a GPU.")] = None,
-    lookup: Annotated[
-        int, typer.Option(min=0, max=8, help="Most tokens of a session that a step may check; 0: no guesses.")
-    ] = 8,
+    lookup: Lookup = 8,
     api_key: Annotated[
         list[str] | None, typer.Option(envvar="AGENTKV_API_KEY", help="Accepted bearer key; repeatable.")
     ] = None,

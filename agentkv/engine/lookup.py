@@ -32,10 +32,10 @@ PLACES = 16
 LEVELS = (4, 6, 9, REACH + 1)
 """Match lengths below each of these share one belief: long matches go on for longer."""
 
-WORTH = 0.35
+WORTH = 0.25
 """A guess is forwarded while all guesses up to it are believed to be right with at least this probability."""
 
-FIRST_BELIEF, MEMORY = 0.7, 16
+FIRST_BELIEF, MEMORY = 0.8, 8
 """Belief in a guess before anything was seen, and how many guesses a belief remembers."""
 
 

@@ -29,6 +29,13 @@ def draw(visible: list[Content], seed: int, step: int, vocab: int) -> int:
     return mix(seed, step, *(mix(*content) for content in visible)) % vocab
 
 
+def copying(visible: list[Content], seed: int, step: int, vocab: int) -> int:
+    """Mostly what followed the last three tokens before, so that guesses come true now and then."""
+    tokens, chance = [token for _, token, _ in visible], draw(visible, seed, step, 4 * vocab)
+    places = [end for end in range(3, len(tokens)) if tokens[end - 3 : end] == tokens[-3:]]
+    return tokens[places[-1]] % vocab if places and chance % 4 else chance // 4
+
+
 class FakeRunner:
     """Implements `core.Runner` over a dictionary of slots."""
 
@@ -40,6 +47,7 @@ class FakeRunner:
         self.vocab = self.vocab_size = vocab
         self.step_tokens = step_tokens
         self.max_rows = max_rows
+        self.draw = draw
         self.slots: dict[Slot, Content] = {}
         self.tables: dict[int, dict[int, int]] = {}
         self.forwarded = 0
@@ -70,16 +78,13 @@ class FakeRunner:
                 write(visible, work.position + i, token)
                 self.slots[self._slot(work.row, work.slot + i)] = visible[-1]
                 if work.sample and i >= len(work.tokens) - 1 - work.drafted:
-                    draws.append(self.draw(visible, work.seed, work.step + len(draws)))
+                    draws.append(self.draw(visible, work.seed, work.step + len(draws), self.vocab))
             self.forwarded += len(work.tokens)
             work.later += [(token, None) for token in draws[1:]]
             drawn.append(draws[0] if draws else None)
         if self.steps in self.fail_execute:
             raise RuntimeError("device fault")
         return drawn
-
-    def draw(self, visible: list[Content], seed: int, step: int) -> int:
-        return draw(visible, seed, step, self.vocab)
 
     def move_slots(self, source: list[Slot], target: list[Slot]) -> None:
         assert len(source) == len(target) == len(set(target))
@@ -98,6 +103,7 @@ class Oracle:
 
     def __init__(self, vocab: int = 5) -> None:
         self.vocab = vocab
+        self.draw = draw
 
     def visible(self, token_ids: list[int], edits: Iterable[Edit], length: int) -> list[Content]:
         out: list[Content] = []
@@ -117,7 +123,7 @@ class Oracle:
         ids = list(token_ids)
         visible = self.visible(ids, edits, prompt)
         while True:
-            ids.append(draw(visible, seed, len(ids) - prompt, self.vocab))
+            ids.append(self.draw(visible, seed, len(ids) - prompt, self.vocab))
             if len(ids) - prompt == count or ids[-1] in stop:
                 return ids[prompt:]
             write(visible, len(ids) - 1, ids[-1])

@@ -56,6 +56,7 @@ class Running:
 
 class EngineLife(RuleBasedStateMachine):
     seen: ClassVar[Counter[str]] = Counter()
+    options: ClassVar[dict[str, int]] = {}
 
     @initialize(
         units=st.integers(3, 30),
@@ -67,7 +68,14 @@ class EngineLife(RuleBasedStateMachine):
     )
     def start(self, units: int, page: int, rows: int, step_tokens: int, checkpoints: int, reuse: str) -> None:
         self.llm = engine(
-            units, page, window=WINDOW, max_rows=rows, step_tokens=step_tokens, checkpoints=checkpoints, reuse=reuse
+            units,
+            page,
+            window=WINDOW,
+            max_rows=rows,
+            step_tokens=step_tokens,
+            checkpoints=checkpoints,
+            reuse=reuse,
+            **self.options,
         )
         self.llm.runner.vocab = VOCAB
         self.oracle = Oracle(VOCAB)

@@ -53,6 +53,30 @@ def test_decode_equals_the_twin(kind: str, page_size: int, dtype: torch.dtype) -
         assert (lse[index].double() - want_lse[0]).abs().max() <= max(TOLERANCE[dtype], 1e-5 if dtype != torch.float64 else 0)
 
 
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("kind", ["ascending", "shuffled"])
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_a_few_queries_a_row_equal_the_twin(kind: str, page_size: int, dtype: torch.dtype) -> None:
+    """Causal among themselves, across page edges, one and several queries in one call."""
+    pages = make_pages(50, page_size, dtype)
+    lengths, counts = [8, 9, page_size + 3, 20 * page_size + 1, 20 * page_size], (8, 1, 3, 2, 7)
+    orders = [order_of(kind, -(-length // page_size), 50) for length in lengths]
+    plans = tuple(
+        plan_row(torch.tensor(order, dtype=torch.int32), length, page_size)
+        for order, length in zip(orders, lengths, strict=True)
+    )
+    q = torch.randn(sum(counts), HEADS, DIM, generator=torch.Generator().manual_seed(2)).to(dtype)
+    out, lse = decode_attention(q, pages, plans, 0.3, counts)
+    assert out.dtype == dtype
+    start = 0
+    for order, length, count in zip(orders, lengths, counts, strict=True):
+        tokens = slice(start, start + count)
+        want, want_lse = reference.attention(q[tokens], *reference.read_row(pages, order, length), 0.3)
+        assert (out[tokens].double() - want).abs().max() <= TOLERANCE[dtype]
+        assert (lse[tokens].double() - want_lse).abs().max() <= max(TOLERANCE[dtype], 1e-5 if dtype != torch.float64 else 0)
+        start += count
+
+
 def test_decode_of_a_row_is_bit_equal_alone_in_a_batch_and_at_other_places() -> None:
     """Invariant 2: the order of a row's sums depends on its own length alone."""
     page_size, count = 16, 9
