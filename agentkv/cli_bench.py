@@ -61,7 +61,9 @@ def world(
 def lookup(
     seeds: Annotated[str, typer.Option(help="Seeds of the agent world: '7,8,9' or '0-5'.")] = "0-5",
     model: Annotated[str, typer.Option(help="Plays the agent world.")] = "micro",
-    edit_model: Annotated[str | None, typer.Option(help="Also edits a file: a chat model's directory or .gguf file.")] = None,
+    edit_model: Annotated[
+        str | None, typer.Option(help="Also edits a file and tells a story: a chat model's directory or .gguf file.")
+    ] = None,
     tokens: Annotated[int, typer.Option(min=2, max=8, help="Most tokens of a session that a step may check.")] = 8,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds, each with and without guesses.")] = 3,
     max_bytes: Annotated[int, typer.Option(help="Longest task, in bytes of conversation.")] = 8192,

@@ -23,7 +23,6 @@ from agentkv.world.task import FAMILIES, family_of, make_task
 Work = Callable[[Runtime], Any]
 """Something to do with a runtime; what it returns is compared."""
 
-EDIT_TOKENS = 400
 EDIT_FILE = '''\
 """Stock of a small warehouse."""
 
@@ -55,6 +54,9 @@ class Stock:
         self.path.write_text(json.dumps(self.items, indent=2))
 '''
 EDIT_PROMPT = f"Rename the method `take` to `remove` in this file. Answer with the whole file.\n\n```python\n{EDIT_FILE}```"
+
+STORY_PROMPT = "Tell a short story about a lighthouse keeper and a lost ship."
+"""Nothing to copy: what guessing costs where it cannot help."""
 
 
 @dataclass
@@ -93,8 +95,8 @@ def run_lookup(
 ) -> dict[str, Any]:
     """Compare `lookup` tokens a step with none, greedily.
 
-    Workloads: each family of the agent world among the seeds, with `model`; and, where `edit_model` is given, a chat model
-    that is asked for an edited file. Returns `workloads` (rows with `name, prompts, tokens, same, off, on, ratio, ratios,
+    Workloads: each family of the agent world among the seeds, with `model`; and, where `edit_model` (a chat model) is given,
+    an edited file and a story. Returns `workloads` (rows with `name, prompts, tokens, same, off, on, ratio, ratios,
     drafted, accepted, tokens_per_step`; rates in tokens a second, `ratios` one a repeat and `ratio` that of all) and the
     conditions.
     """
@@ -106,7 +108,8 @@ def run_lookup(
     works = {f"world: {name}": plays for name, plays in works.items() if plays}
     rows += _compare(model, works, lookup, repeats, device, told)
     if edit_model is not None:
-        rows += _compare(edit_model, {"edit a file": [_edit]}, lookup, repeats, device, told)
+        works = {"edit a file": [_answer(EDIT_PROMPT, 400)], "tell a story": [_answer(STORY_PROMPT, 150)]}
+        rows += _compare(edit_model, works, lookup, repeats, device, told)
     conditions = {"model": model, "edit_model": edit_model, "seeds": list(seeds), "max_bytes": max_bytes, "device": device}
     return {"workloads": rows, "lookup": lookup, "repeats": repeats, "threads": torch.get_num_threads(), **conditions}
 
@@ -163,12 +166,15 @@ def _task(seed: int, max_bytes: int) -> Work:
     return play
 
 
-def _edit(runtime: Runtime) -> Any:
-    """The answer to a request for an edited file."""
-    with runtime.session() as session:
-        session.add_user(EDIT_PROMPT)
-        turn = session.generate(max_tokens=EDIT_TOKENS, temperature=0.0)
-        return turn.text, turn.usage.completion_tokens
+def _answer(prompt: str, max_tokens: int) -> Work:
+    def ask(runtime: Runtime) -> Any:
+        """The answer to one message."""
+        with runtime.session() as session:
+            session.add_user(prompt)
+            turn = session.generate(max_tokens=max_tokens)
+            return turn.text, turn.usage.completion_tokens
+
+    return ask
 
 
 def _said(messages: list[dict[str, Any]]) -> list[Any]:
