@@ -28,6 +28,9 @@ app.add_typer(bench_app, name="bench")
 Model = Annotated[str, typer.Option(help="'micro', a Hugging Face directory or a .gguf file.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object, the last line on stdout.")]
 Db = Annotated[str | None, typer.Option(help="Database: a path or an SQLAlchemy URL. Default: the user's data folder.")]
+Lookup = Annotated[
+    int, typer.Option(min=0, max=8, help="Tokens of a session that a step may check: the next one and guesses. 0: no guesses.")
+]
 Lag = Annotated[int | None, typer.Option(help="Prune each tool result this many results later. Default: never.")]
 
 
@@ -48,13 +51,14 @@ def demo(
         int | None,
         typer.Option(min=0, help="Prune each tool result this many results later. Default: the least the task allows."),
     ] = None,
+    lookup: Lookup = 8,
     as_json: AsJson = False,
 ) -> None:
     """Watch the bundled model work through one task, with pruning, then resume it in a second process."""
     from agentkv.world.demo import play_demo, printer
 
     show = printer(sys.stderr if as_json else sys.stdout)
-    result = play_demo(seed=seed, prune_after=prune_after, show=show)
+    result = play_demo(seed=seed, prune_after=prune_after, show=show, lookup=lookup)
     if as_json:
         typer.echo(json.dumps(result))
     if not (result["solved"] and result["resumed"]):
@@ -133,6 +137,7 @@ def serve(
     window: Annotated[int | None, typer.Option(help="Most logical tokens of a session. Default: the model's.")] = None,
     page_size: Annotated[int | None, typer.Option(help="Slots of a KV page. Default: 128 on CPU, 16 on a GPU.")] = None,
     step_timeout: Annotated[float | None, typer.Option(help="Seconds until a step is taken for lost. Default: 300.")] = None,
+    lookup: Lookup = 8,
     api_key: Annotated[
         list[str] | None, typer.Option(envvar="AGENTKV_API_KEY", help="Accepted bearer key; repeatable.")
     ] = None,
@@ -148,7 +153,7 @@ def serve(
     default_policy = _policy_file(policy) if policy else None
     _check_free(host, port)
     sizes: dict[str, Any] = {"memory": memory, "window": window, "page_size": page_size, "warm_memory": warm_memory}
-    sizes["step_timeout"] = step_timeout
+    sizes |= {"step_timeout": step_timeout, "lookup": lookup}
     with Runtime(model, method=method, device=device, dtype=dtype, db=db or DEFAULT, **sizes) as runtime:
         lines = paste_lines(f"http://{host}:{port}", runtime.model_name, runtime.window)
         typer.echo(lines.replace('"none"', '"YOUR_KEY"') if api_key else lines, err=True)

@@ -118,6 +118,48 @@ def engine(
     typer.echo(json.dumps(result) if as_json else table(result))
 
 
+@app.command("lookup")
+def lookup(
+    seeds: Annotated[str, typer.Option(help="Seeds of the agent world: '7,8,9' or '0-5'.")] = "0-5",
+    model: Annotated[str, typer.Option(help="Plays the agent world.")] = "micro",
+    edit_model: Annotated[
+        str | None, typer.Option(help="Also edits a file and tells a story: a chat model's directory or .gguf file.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=2, max=8, help="Most tokens of a session that a step may check.")] = 8,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds, each with and without guesses.")] = 3,
+    max_bytes: Annotated[int, typer.Option(help="Longest task, in bytes of conversation.")] = 8192,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    out: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Decode rates with and without prompt lookup, and whether every token is the same."""
+    from agentkv.bench.lookup import run_lookup
+
+    result: dict[str, Any] = run_lookup(
+        seeds=parse_seeds(seeds),
+        model=model,
+        edit_model=edit_model,
+        lookup=tokens,
+        repeats=repeats,
+        max_bytes=max_bytes,
+        device=device,
+        tell=lambda text: typer.echo(text, err=True),
+    )
+    text = json.dumps(result)
+    if out is not None:
+        out.write_text(text + "\n")
+    if as_json:
+        typer.echo(text)
+        return
+    typer.echo(
+        f"{'workload':14} {'tokens':>7} {'off tok/s':>10} {'on tok/s':>9} {'ratio':>6} {'a step':>6} {'right':>6}  tokens"
+    )
+    for row in result["workloads"]:
+        right = f"{row['accepted'] / row['drafted']:.0%}" if row["drafted"] else "-"
+        rates = f"{row['off']:10.1f} {row['on']:9.1f} {row['ratio']:6.2f} {row['tokens_per_step']:6.2f} {right:>6}"
+        typer.echo(f"{row['name']:14} {row['tokens']:7} {rates}  {'the same' if row['same'] else 'DIFFERENT'}")
+
+
 def parse_seeds(text: str) -> list[int]:
     """'7,8,9' or '0-199', or a mixture, to a list without repeats."""
     seeds: list[int] = []

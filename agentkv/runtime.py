@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
@@ -88,7 +89,9 @@ class Runtime:
     None is 'auto' on a GPU, on a CPU a quarter of the memory, at most 1 GiB. db: None for no store, a path, a URL.
     window: most logical tokens of a session; None is the model's. page_size: slots of a KV page; None chooses. warm_memory:
     bytes of host memory for the KV of idle sessions, 0 for none; None: none on CPU, a quarter of what is free with a GPU.
-    step_timeout: seconds after which a step is taken for lost and who waits gets EngineFault; None is 300.
+    step_timeout: seconds after which a step is taken for lost and who waits gets EngineFault; None is 300. lookup: most
+    tokens that a step may check for one session, the next one and guesses from its own text; 0 guesses nothing. Answers are
+    the same either way, sampled ones too.
 
     Raises UnknownModel, BadModel, UnknownOption, BadRequest and StoreFault. Not closing it leaks nothing past the process.
     """
@@ -106,6 +109,7 @@ class Runtime:
         page_size: int | None = None,
         warm_memory: int | str | None = None,
         step_timeout: float | None = None,
+        lookup: int = 8,
     ) -> None:
         # OpenMP threads that spin while they wait make every step many times slower as soon as the cores are shared.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -123,6 +127,7 @@ class Runtime:
                 page_size=page_size,
                 warm_memory=warm_memory,
                 step_timeout=step_timeout,
+                lookup=lookup,
             )
         except BaseException:
             if self._store is not None:
@@ -310,9 +315,10 @@ class Runtime:
         sequences may still take. peak_bytes: most arena bytes held at once so far. fragmented_bytes: by unit class, free
         but not to be had without moving units; moved_bytes: moved so far. warm: KV in host memory. queue: sequences by state.
         preempted: those that wait and have run before. preemptions, recomputed_tokens, deadline_misses: since the start.
+        decoding: what steps without prompts made so far, and guesses of prompt lookup that were checked and that came true.
         """
         worker = self._engine.worker
-        found, peak = worker.call(lambda: (worker.llm.stats(), worker.llm.peak_bytes))
+        found, peak, decoding = worker.call(lambda: (worker.llm.stats(), worker.llm.peak_bytes, asdict(worker.llm.decoding)))
         return {
             "arena": {name: size for name, size in found.bytes.items() if name != "reserved"},
             "reserved_bytes": found.bytes["reserved"],
@@ -326,6 +332,7 @@ class Runtime:
             "preemptions": found.tally.preemptions,
             "recomputed_tokens": found.tally.recomputed,
             "deadline_misses": found.tally.deadline_misses,
+            "decoding": decoding,
             "sessions": len(self._live),
             "prefill_tokens_per_second": round(self._engine.backend.prefill_rate(), 1),
         }

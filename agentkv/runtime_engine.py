@@ -21,6 +21,7 @@ from agentkv.engine.devices import (
 )
 from agentkv.engine.llm import LLM
 from agentkv.engine.loader import LoadedModel, load_model
+from agentkv.engine.lookup import MOST_QUERIES
 from agentkv.engine.runner import ModelRunner
 from agentkv.engine.sizing import plan_memory
 from agentkv.engine.sparse import SparseMethod
@@ -30,6 +31,7 @@ from agentkv.errors import BadRequest
 from agentkv.runtime_backend import EngineBackend
 
 BUNDLED = ("micro",)
+LOOKUP = 8
 CPU_MOST = 1 << 30
 CPU_SHARE, WARM_SHARE = 0.25, 0.25
 STEP_TIMEOUT = 300.0
@@ -59,14 +61,17 @@ def open_engine(
     page_size: int | None = None,
     warm_memory: int | str | None = None,
     step_timeout: float | None = None,
+    lookup: int = LOOKUP,
 ) -> Engine:
     """Load a model and start its engine. Raises UnknownModel, BadModel, UnknownOption or BadRequest; nothing is left behind."""
     path = model_path(model)
     chosen, name = _method(method)
+    lookup = _checked_lookup(lookup) if chosen.truncates else 0
     tokenizer = Tokenizer.load(path)
     target = usable_device(device)
     loaded = load_model(path, device=target, dtype=dtype)
     config = engine_config(loaded, memory, window, page_size, warm_memory, step_timeout, method=chosen)
+    config = replace(config, lookup=lookup)
     runner = ModelRunner(loaded, config, chosen)
     fingerprint = _fingerprint(loaded, tokenizer, chosen, config)
     worker = EngineWorker(LLM(config, runner, tokenizer=tokenizer, reuse=chosen.reuse, fingerprint=fingerprint))
@@ -150,6 +155,12 @@ def _warm_memory(loaded: LoadedModel, wanted: int | str | None) -> int:
     if wanted is None:
         return 0 if loaded.device.type == "cpu" else int(free_host_memory() * WARM_SHARE)
     return 0 if str(wanted).strip() == "0" else parse_memory(wanted, param="warm_memory")
+
+
+def _checked_lookup(lookup: int) -> int:
+    if isinstance(lookup, bool) or not isinstance(lookup, int) or not 0 <= lookup <= MOST_QUERIES:
+        raise BadRequest(f"lookup={lookup!r}: 0 to {MOST_QUERIES} tokens a step", hint="0 guesses nothing", param="lookup")
+    return lookup
 
 
 def _method(method: str | SparseMethod) -> tuple[SparseMethod, str]:

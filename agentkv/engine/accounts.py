@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 
@@ -13,7 +13,7 @@ from agentkv.engine.cache.pools import KVPools, Pieces
 from agentkv.engine.cache.radix import RadixCache
 from agentkv.engine.cache.state import KVState
 from agentkv.engine.cache.tiers import WarmTier
-from agentkv.engine.core import Status
+from agentkv.engine.core import Batch, Status, StepOutput
 from agentkv.engine.preempt import Tally
 from agentkv.engine.scheduler import Scheduler
 from agentkv.engine.units import NOTHING, Units
@@ -60,6 +60,30 @@ class EngineStats:
         """The same in bytes."""
         names = ("total", "free", "active", "parked", "chains", "checkpoints", "radix", "reserved")
         return {name: getattr(self, name) * self.unit_bytes for name in names}
+
+
+@dataclass(slots=True)
+class Decoding:
+    """What was made by the steps that read no part of a prompt. seconds: of their host and device work.
+
+    drafted, accepted: guesses of prompt lookup that were forwarded in any step, and those that came true and were kept.
+    """
+
+    steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    drafted: int = 0
+    accepted: int = 0
+
+    def add(self, batch: Batch, outputs: Sequence[StepOutput], seconds: float) -> None:
+        """Count a step that took `seconds`."""
+        made = sum(len(output.token_ids) for output in outputs)
+        drafted = sum(work.drafted for work in batch.rows)
+        if drafted:
+            self.drafted += drafted
+            self.accepted += sum(max(0, len(output.token_ids) - 1) for output in outputs)
+        if batch.rows and all(work.decodes for work in batch.rows):
+            self.steps, self.tokens, self.seconds = self.steps + 1, self.tokens + made, self.seconds + seconds
 
 
 def measure(pools: KVPools, radix: RadixCache, chains: ChainCache, scheduler: Scheduler, tier: WarmTier) -> EngineStats:

@@ -42,21 +42,21 @@ def _known(lse: Tensor | None) -> Tensor:
 def _attend_part(q: Tensor, part: Part, batch: DeviceBatch, scale: float) -> Attended:
     if part.bias is not None:
         raise NotImplementedError("a per-slot bias")
-    return _attend_chunks(q, part, batch, scale) if batch.prefill else _attend_decodes(q, part, scale)
+    return _attend_chunks(q, part, batch, scale) if batch.prefill else _attend_decodes(q, part, batch, scale)
 
 
-def _attend_decodes(q: Tensor, part: Part, scale: float) -> Attended:
-    """One query a row."""
-    table, pages = part.table, part.payload.pages
-    rows = (table.entries, table.rows, table.lens)
+def _attend_decodes(q: Tensor, part: Part, batch: DeviceBatch, scale: float) -> Attended:
+    """One query a row, or a few: the last token and guesses."""
+    table, pages, counts = part.table, part.payload.pages, batch.counts
     if serves(q, pages):
-        return Attended(*paged_attention(q, pages, rows, scale, starts=table.starts))
+        return Attended(*paged_attention(q, pages, (table.entries, table.rows, table.lens), scale, counts, table.starts))
+    table = table.by_query(counts)
     if q.device.type == "cpu" or q.dtype == torch.float64:  # the GPU kernel is for at most float32
         return Attended(*decode_attention(q, pages, table.decode_plan, scale))
     from agentkv.kernels.split_decode import split_decode  # needs triton, which a CPU-only platform may lack
 
     most = max(length - first for length, first in zip(table.host_lens, table.first_slots, strict=True))
-    return Attended(*split_decode(q, pages, *rows, most, scale, table.starts))
+    return Attended(*split_decode(q, pages, table.entries, table.rows, table.lens, most, scale, table.starts))
 
 
 def _attend_chunks(q: Tensor, part: Part, batch: DeviceBatch, scale: float) -> Attended:

@@ -20,6 +20,7 @@ from agentkv.types import FinishReason, Interval, Miss, Sampling
 
 if TYPE_CHECKING:
     from agentkv.engine.cache.state import KVState
+    from agentkv.engine.lookup import Drafter
 
 GRANULE = 256
 """Bytes of one granule: table entries are int32 offsets in granules (reach 549 GB)."""
@@ -95,7 +96,8 @@ Group = KVGroup | StateGroup
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Sizes of the engine. memory: bytes of the KV arena; window: most logical tokens of a sequence; warm_memory: most bytes
-    of host memory for the KV of idle chains, 0 for none.
+    of host memory for the KV of idle chains, 0 for none. lookup: most tokens that a decode row forwards in one step, guesses
+    of prompt lookup included; 0 guesses nothing.
 
     patience: steps that a waiting request may be passed over before it is owed service (see `queue.WaitingQueue`).
     step_timeout: seconds after which a step is taken for lost (see `worker.EngineWorker`).
@@ -110,6 +112,7 @@ class EngineConfig:
     patience: int = 256
     step_timeout: float = 300.0
     warm_memory: int = 0
+    lookup: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +189,8 @@ class Sequence:
     windows are gone; what it holds of them is cached when they are forwarded, 0 for nothing. kept_ids: the generated ids to
     commit where a stop string ended it (None: all that were generated).
     history: None where nothing is penalised. allowed: None where every token may come next. leader: the sequence whose prompt
-    this one waits for. shared_as: the prefix cache's name for this sequence while it holds its prompt there.
+    this one waits for. shared_as: the prefix cache's name for this sequence while it holds its prompt there. drafter:
+    None where nothing is guessed.
 
     deadline: on the engine's clock. passed_over: steps in which others went first. guaranteed: it was owed service and runs
     to its end. wanted_units: what it would have taken when it was last tried. preemptions: how often it lost its row; computed:
@@ -225,6 +229,7 @@ class Sequence:
     preemptions: int = 0
     computed: int = 0
     paid: int = 0
+    drafter: Drafter | None = None
 
     @property
     def num_forwarded(self) -> int:
@@ -266,8 +271,11 @@ class TokenScore:
     top: tuple[tuple[int, float], ...]
 
 
-Drawn = tuple[Sequence, int | None, TokenScore | None]
-"""A sequence that a step touched, its new token, and what was said of it."""
+Draw = tuple[int, TokenScore | None]
+"""A drawn token, and what was said of it."""
+
+Drawn = tuple[Sequence, list[Draw]]
+"""A sequence that a step touched, and its new tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +296,8 @@ class RowWork:
     sample: draw a token after the last one; `step` numbers the draw (with `seed` it fixes the random stream).
     history: needed where the sampling is penalised. score: what the runner says of the token where logprobs are asked for.
     allowed: gives the checked mask of this draw, None for a row whose token will not count; see `Mask`.
+    drafted: so many of the last tokens are guesses. A token is drawn before and after each: `step` numbers the first draw,
+    and the runner puts the draws behind the guesses, numbered on from there, into `later`.
     """
 
     row: int
@@ -303,11 +313,18 @@ class RowWork:
     score: TokenScore | None = None
     allowed: Callable[[], memoryview | None] | None = None
     reaches: tuple[Reach | None, ...] = ()
+    drafted: int = 0
+    later: list[Draw] = field(default_factory=list)
 
     def slot_in(self, group: int) -> int:
         """Where the first token enters in the group."""
         reach = self.reaches[group] if self.reaches else None
         return self.slot if reach is None else reach.slot
+
+    @property
+    def decodes(self) -> bool:
+        """Does the row go on from its last token, rather than read a part of its prompt?"""
+        return len(self.tokens) == 1 + self.drafted
 
 
 Slot = tuple[int, int]
@@ -358,7 +375,10 @@ class Runner(Protocol):
     vocab_size: int
 
     def execute(self, batch: Batch) -> list[int | None]:
-        """Forward the batch; for each row the sampled token id, None where `sample` is False, -1 where a mask allows none."""
+        """Forward the batch; for each row the sampled token id, None where `sample` is False, -1 where a mask allows none.
+
+        Of a row with guesses it is the first draw; the others are in the row's `later`.
+        """
         ...
 
     def move_slots(self, source: list[Slot], target: list[Slot], group: int = 0) -> None:

@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 from agentkv.engine.core import History, Mask, Request, RowWork, Sequence, Status
+from agentkv.engine.lookup import Drafter
 from agentkv.errors import BadRequest, EngineFault
 from agentkv.types import Sampling
 
@@ -21,12 +22,18 @@ def check_sampling(sampling: Sampling, vocab_size: int, *, text: bool) -> None:
         raise BadRequest(f"logit_bias: {max(sampling.logit_bias)} is no token id", hint=f"0 to {last}", param="logit_bias")
 
 
-def equip(seq: Sequence, vocab_size: int) -> None:
-    """Give a new sequence what its sampling needs, nothing where it needs nothing."""
+def equip(seq: Sequence, vocab_size: int, lookup: int) -> None:
+    """Give a new sequence what its sampling needs, nothing where it needs nothing.
+
+    Only a sequence whose draws depend on nothing but their logits, seed and number guesses ahead: a penalty or a mask is a
+    function of the tokens before, which are not known behind a guess.
+    """
     if seq.request.sampling.penalised:
         seq.history = History(seq.token_ids, seq.num_prompt_tokens)
     if seq.request.mask is not None:
         seq.allowed = partial(_allowed, seq, seq.request.mask, vocab_size)
+    if lookup > 1 and seq.history is None and seq.allowed is None:
+        seq.drafter = Drafter(seq.token_ids, lookup - 1)
 
 
 def leader_of(request: Request) -> Sequence | None:

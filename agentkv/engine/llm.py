@@ -5,25 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import count
 from secrets import randbits
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import Literal
 
-from agentkv.engine.accounts import EngineStats, check, measure
+from agentkv.engine.accounts import Decoding, EngineStats, check, measure
 from agentkv.engine.cache.chain import Chain, ChainCache
-from agentkv.engine.cache.intervals import common_prefix, edits_to_apply, merged, normal_edits, size
+from agentkv.engine.cache.intervals import common_prefix, merged, normal_edits, size
 from agentkv.engine.cache.pools import KVPools
 from agentkv.engine.cache.radix import RadixCache
-from agentkv.engine.cache.state import KVState
 from agentkv.engine.cache.tiers import WarmTier
-from agentkv.engine.core import Batch, ChainInfo, Drawn, Edit, EngineConfig, Request, Runner, Sequence, Status, StepOutput
+from agentkv.engine.core import Batch, ChainInfo, Drawn, EngineConfig, Request, Runner, Sequence, Status, StepOutput
 from agentkv.engine.demands import MasksAhead, check_drawn, check_sampling, equip, leader_of, promote
 from agentkv.engine.device_memory import DeviceMemory
+from agentkv.engine.lookup import agreed
 from agentkv.engine.oracle import PagedOracle
 from agentkv.engine.output import TextStream, TextTokenizer
+from agentkv.engine.reuse import Reuse
 from agentkv.engine.scheduler import Scheduler
 from agentkv.engine.units import NOTHING, Units
 from agentkv.errors import BadRequest, Busy, Cancelled, Capacity, ContextOverflow, EngineFault
-from agentkv.types import Interval, Miss, check_priority, check_timeout
+from agentkv.types import Interval, check_priority, check_timeout
 
 DEFAULT_MAX_TOKENS = 4096
 
@@ -64,9 +65,11 @@ class LLM:
         self.radix = RadixCache(self.pools, tick, enabled=reuse == "radix")
         self.tier = WarmTier(self.pools, self.memory, config.warm_memory, fingerprint)
         self.chains = ChainCache(self.pools, self.radix, tick, config.checkpoints, self.tier)
+        self.reuse = Reuse(self.pools, self.radix, self.chains, self._restore)
         self.oracle = PagedOracle(self.pools, self.radix, self.chains, config.step_tokens)
-        self.scheduler = Scheduler(config, self.oracle, self._resume, self._unshare)
+        self.scheduler = Scheduler(config, self.oracle, self.reuse.resume, self.reuse.unshare)
         self._clock = clock
+        self.decoding = Decoding()
         self._ids = count(1)
         self._open: dict[int, Sequence] = {}
         self._streams: dict[int, TextStream] = {}
@@ -78,7 +81,7 @@ class LLM:
 
         Nothing can run while every free unit is held by finished sequences that were not committed or aborted.
         """
-        late = self._expire()
+        started, late = perf_counter(), self._expire()
         try:
             batch = self.scheduler.schedule()
         except EngineFault as fault:
@@ -86,7 +89,9 @@ class LLM:
             batch = Batch(rows=[])
         drawn = self._execute(batch)
         touched = self._accept(batch, drawn)
-        return late + self._collect(touched)
+        outputs = self._collect(touched)
+        self.decoding.add(batch, outputs, perf_counter() - started)
+        return late + outputs
 
     @property
     def has_work(self) -> bool:
@@ -124,7 +129,7 @@ class LLM:
         seq = Sequence(next(self._ids), request, prompt, len(prompt), max_tokens, seed)
         if request.timeout is not None:
             seq.deadline = self._clock() + request.timeout
-        equip(seq, self.runner.vocab_size)
+        equip(seq, self.runner.vocab_size, self.config.lookup)
         seq.leader = leader_of(request)
         self.chains.open(request, seq)
         self._open[seq.seq_id] = seq
@@ -151,7 +156,7 @@ class LLM:
         ids = seq.token_ids[: seq.num_prompt_tokens] + generated_ids
         length = min(common_prefix(ids, seq.token_ids), len(ids) - 1, seq.num_forwarded)
         chain = self.chains.chains.get(seq.request.chain_id or "")
-        state = self._cut_out(seq, chain, length)
+        state = self.reuse.cut_out(seq, chain, length)
         if chain is not None:
             self.chains.advance(chain, ids, state, seq.request.salt, length)
         else:
@@ -286,79 +291,6 @@ class LLM:
             least, most = (middle, most) if fits(middle) else (least, middle - 1)
         return least
 
-    def _resume(self, seq: Sequence, fresh: bool) -> None:
-        """Give the sequence the longest usable state: its chain's, else the prefix cache's, else an empty one."""
-        request, limit = seq.request, len(seq.token_ids) - 1
-        wanted = normal_edits(request.edits, seq.num_prompt_tokens)
-        chain = self.chains.chains.get(request.chain_id or "")
-        plain = 0 if fresh else min([limit, *(edit.at - 1 for edit in wanted)])
-        most = min(limit, len(request.token_ids) - 1)
-        promised = chain.promise(request, wanted, most) if chain is not None and not fresh else 0
-        if chain is not None and promised > self.radix.match(request.salt, seq.token_ids, plain).length:
-            self.chains.restore(chain, lambda units: units.within(self._acquire(units, chain)))
-            self.scheduler.settle()
-        held = self._held(seq, chain, wanted, most) if not fresh else None
-        match = self.radix.match(request.salt, seq.token_ids, plain)
-        if held is not None and held[1] >= match.length:
-            holder, length, todo = held
-            state = holder.fork()
-            state.cut(length)
-        else:
-            state, todo = KVState.of(self.pools, match.length, match.pieces), list(wanted)
-        seq.shared_until = match.path if match.path > state.logical_length else 0
-        seq.state, seq.pending_edits = state, todo
-        if not seq.preemptions:
-            seq.num_cached_tokens = state.logical_length
-            seq.miss = self._miss(seq, chain, fresh)
-
-    def _held(
-        self, seq: Sequence, chain: Chain | None, wanted: tuple[Edit, ...], limit: int
-    ) -> tuple[KVState, int, list[Edit]] | None:
-        """A state to fork, how much of it, and the edits left to apply: the leader's, which has the whole prompt, else the
-        chain's."""
-        leader = seq.leader
-        if leader is not None and leader.state is not None and not leader.prefilling:
-            todo = edits_to_apply(normal_edits(leader.state.edits, limit + 1), wanted, limit)
-            if todo is not None and leader.state.usable(limit) == limit:
-                return leader.state, limit, todo
-        return chain.continuation(seq.request, wanted, limit) if chain is not None else None
-
-    def _revive(self, seq: Sequence) -> None:
-        """Leave the windows that end here to whoever begins with the same tokens."""
-        assert seq.state is not None
-        self.radix.revive(seq.request.salt, seq.token_ids[: seq.shared_until], seq.state)
-        seq.shared_until = 0
-
-    def _share(self, seq: Sequence) -> None:
-        """The prompt is forwarded: whoever comes from now on shares its whole pages. (A page that is being filled is shared
-        at the commit: nobody else may become its writer. So are windows: a reservation counts on their pages being let go.)
-        They are the sequence's alone until then, and go with it."""
-        self.scheduler.memory_changed()  # those beside it need wait no longer
-        if any(pool.window is not None for pool in self.pools.pools):
-            return
-        assert seq.state is not None
-        seq.shared_as = f"\0{seq.seq_id}"
-        page_size = self.config.page_size
-        shared = seq.num_prompt_tokens // page_size * page_size
-        self.radix.insert(seq.request.salt, seq.token_ids, seq.state, seq.shared_as, limit=shared)
-
-    def _unshare(self, seq: Sequence) -> None:
-        """It no longer stands behind what it shared: a parked state holds its pages alone, so that they can be had."""
-        if seq.shared_as is not None:
-            self.radix.disown(seq.request.salt, seq.token_ids[: seq.num_prompt_tokens], seq.shared_as, 0)
-        seq.shared_as = None
-
-    def _miss(self, seq: Sequence, chain: Chain | None, fresh: bool) -> Miss | None:
-        reused, limit = seq.num_cached_tokens, seq.num_prompt_tokens - 1
-        if chain is None or not chain.token_ids:
-            return Miss(reason="new", tokens=limit - reused) if reused < limit else None
-        expected = min(chain.boundary, limit)
-        if reused >= expected:
-            return None
-        if fresh:
-            return Miss(reason="reclaimed", tokens=expected - reused, detail="no room beside the resident state")
-        return Miss(reason=chain.miss_reason(seq.request, expected), tokens=expected - reused)
-
     def _expire(self) -> list[StepOutput]:
         """End those whose deadline has passed, wherever they are; their chains stand at their last boundaries."""
         now, queue = self._clock(), self.scheduler
@@ -386,15 +318,17 @@ class LLM:
             raise EngineFault(f"a step failed: {type(error).__name__}: {error}") from error
         if [token is not None for token in drawn] != [work.sample for work in batch.rows]:
             raise EngineFault("the runner did not sample the rows it was asked to")
+        if any(len(work.later) != work.drafted for work in batch.rows):
+            raise EngineFault("the runner did not draw behind every guess")
         return drawn
 
     def _accept(self, batch: Batch, drawn: list[int | None] | EngineFault) -> list[Drawn]:
-        """Append what was drawn; the sequences that got a token or ended."""
+        """Which draws count: the first, and each behind a guess that came true. The sequences that got a token or ended."""
         touched, self._lost = self._lost, []
         for index, work in enumerate(batch.rows):
             seq = self._open[work.seq_id]
             if seq.num_forwarded == seq.shared_until and not isinstance(drawn, EngineFault):
-                self._revive(seq)
+                self.reuse.revive(seq)
             seq.num_prefilled_tokens += max(0, min(len(work.tokens), seq.num_known - work.position))
             if isinstance(drawn, EngineFault):
                 seq.fault = drawn
@@ -402,26 +336,32 @@ class LLM:
                 check_drawn(seq, drawn[index])
             if isinstance(drawn, EngineFault) or seq.fault is not None:
                 self.abort(seq)
-                touched.append((seq, None, None))
+                touched.append((seq, []))
                 continue
             token = drawn[index]
             if token is not None:
-                seq.token_ids.append(token)
-                if seq.num_generated == 1:
-                    self._share(seq)
-                touched.append((seq, token, work.score))
+                touched.append((seq, agreed(work, token)))
         return touched
 
     def _collect(self, touched: list[Drawn]) -> list[StepOutput]:
         """Turn new tokens into text and end what is complete."""
         outputs = []
-        for seq, token, score in touched:
-            text = ""
-            if token is not None:
-                text = self._text(seq, token)
+        for seq, draws in touched:
+            text, made = "", len(seq.token_ids)
+            for token, _ in draws:
+                seq.token_ids.append(token)
+                if seq.num_generated == 1:
+                    self.reuse.share(seq)
+                    self.scheduler.memory_changed()  # those beside it need wait no longer
+                text += self._text(seq, token)
                 if seq.finish_reason is not None:
-                    self.scheduler.finish(seq)
-            tokens, scores = () if token is None else (token,), () if score is None else (score,)
+                    break
+            if draws and seq.num_forwarded >= len(seq.token_ids):
+                self.scheduler.take_back(seq)
+            if seq.finish_reason is not None:
+                self.scheduler.finish(seq)
+            tokens = tuple(seq.token_ids[made:])
+            scores = tuple(score for _, score in draws[: len(tokens)] if score is not None)
             outputs.append(StepOutput(seq, tokens, text, seq.status is not Status.RUNNING, scores))
         return outputs
 
@@ -444,7 +384,7 @@ class LLM:
         self._open.pop(seq.seq_id, None)
         self._streams.pop(seq.seq_id, None)
         self.chains.leave(seq)
-        self._unshare(seq)
+        self.reuse.unshare(seq)
         promote(seq, self._open.values())
 
     def _idle(self, chain_id: str) -> Chain | None:
@@ -453,17 +393,9 @@ class LLM:
             raise Busy(f"chain {chain_id!r} is advanced by a request", retry_after=1.0)
         return chain
 
-    def _cut_out(self, seq: Sequence, chain: Chain | None, length: int) -> KVState:
-        """What is held of the first `length` tokens: of the sequence, or of its chain where a window reaches back too far."""
-        assert seq.state is not None
-        holder, kept = seq.state, seq.state.usable(length)
-        if chain is not None and length and not kept:
-            found = chain.usable(min(length, common_prefix(chain.token_ids, seq.token_ids)))
-            if found is not None and chain.salt == seq.request.salt and found[0].same_edits(seq.state, found[1]):
-                holder, kept = found
-        state = holder.fork()
-        state.cut(kept)
-        return state
+    def _restore(self, chain: Chain) -> None:
+        self.chains.restore(chain, lambda units: units.within(self._acquire(units, chain)))
+        self.scheduler.settle()
 
     def _acquire(self, units: Units, chain: Chain) -> Units:
         """Claim so many units more than sequences have reserved; what may be used, nothing if they cannot be had."""
@@ -480,7 +412,7 @@ class LLM:
         for seq in list(self.scheduler.running):
             seq.fault = fault
             self.abort(seq)
-            self._lost.append((seq, None, None))
+            self._lost.append((seq, []))
         for seq in self.scheduler.finished:
             if seq.state is not None:
                 seq.state.cut(0)

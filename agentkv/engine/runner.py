@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 
 import torch
@@ -28,15 +28,19 @@ long as they save, and where other processes share the cores, many times as long
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A batch on the device. order: index in the batch of each row of `works`, which has single tokens first, then chunks."""
+    """A batch on the device. order: index in the batch of each row of `works`, which has decodes first, then chunks.
+
+    draws: (index of the row in `works`, how many of the row's draws come before) of each draw.
+    """
 
     works: tuple[RowWork, ...]
     order: tuple[int, ...]
     token_ids: Tensor
     positions: Tensor
     batches: tuple[DeviceBatch, ...]
+    draws: tuple[tuple[int, int], ...]
     ends: Tensor
-    """int64 `[num_rows]`: each row's last token."""
+    """int64 `[num_draws]`: the token of the step that each draw comes after."""
 
 
 class ModelRunner:
@@ -66,7 +70,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> list[int | None]:
-        """Forward the batch; for each row the sampled token id, None where `sample` is False, -1 where a mask allows none."""
+        """Forward the batch; for each row the (first) sampled token id, None where `sample` is False, -1 where a mask allows
+        none."""
         self.pages.update_tables(batch.table_updates)
         if not batch.rows:
             return []
@@ -123,14 +128,16 @@ class ModelRunner:
 
     def _prepare(self, batch: Batch) -> _Step:
         """Order the rows by phase and carry the step's integers to the device in one copy."""
-        order = sorted(range(len(batch.rows)), key=lambda index: len(batch.rows[index].tokens) > 1)
+        order = sorted(range(len(batch.rows)), key=lambda index: not batch.rows[index].decodes)
         works = tuple(batch.rows[index] for index in order)
         counts = [len(work.tokens) for work in works]
         token_ids = [token for work in works for token in work.tokens]
         positions = [work.position + i for work in works for i in range(len(work.tokens))]
         owners = [work.row for work in works for _ in work.tokens]
         rows = [work.row for work in works]
-        ends = [end - 1 for end in accumulate(counts)]
+        draws = tuple((index, i) for index, work in enumerate(works) if work.sample for i in range(work.drafted + 1))
+        stops = list(accumulate(counts))
+        ends = [stops[index] - 1 - works[index].drafted + i for index, i in draws]
         lists = [token_ids, positions, owners, rows, ends]
         for index in range(len(self.groups)):
             slots = [work.slot_in(index) + i for work in works for i in range(len(work.tokens))]
@@ -139,12 +146,13 @@ class ModelRunner:
         packed = torch.tensor([value for each in lists for value in each], dtype=torch.int64).to(self.loaded.device)
         token_ids_, positions_, owners_, rows_, ends_, *rest = torch.split(packed, [len(each) for each in lists])
 
-        num_single = sum(count == 1 for count in counts)
+        num_decodes = sum(work.decodes for work in works)
+        decoded = sum(counts[:num_decodes])
         batches = []
-        for prefill, first, last in ((False, 0, num_single), (True, num_single, len(works))):
+        for prefill, first, last in ((False, 0, num_decodes), (True, num_decodes, len(works))):
             if first < last:
                 spans = _spans(works[first:last])
-                start = num_single if prefill else 0
+                start = decoded if prefill else 0
                 tokens, lines = slice(start, start + spans[-1].end), slice(first, last)
                 groups = []
                 for index in range(len(self.groups)):
@@ -162,7 +170,7 @@ class ModelRunner:
                     self._state_pages,
                 )
                 batches.append(batch_)
-        return _Step(works, tuple(order), token_ids_, positions_, tuple(batches), ends_)
+        return _Step(works, tuple(order), token_ids_, positions_, tuple(batches), draws, ends_)
 
     def _group_rows(self, index: int, works: Sequence[RowWork], device: tuple[Tensor, ...]) -> GroupRows:
         """The rows of one phase in one group. device: rows and slots of their tokens, lines, lengths, first visible slots."""
@@ -207,15 +215,23 @@ class ModelRunner:
     def _sample(self, step: _Step, hidden: Tensor) -> list[int | None]:
         """Draw for the rows that ask for it; one transfer of all tokens, and one of all log-probabilities."""
         tokens: list[int | None] = [None] * len(step.works)
-        asking = [index for index, work in enumerate(step.works) if work.sample]
-        if asking:
-            ends = step.ends if len(asking) == len(step.works) else step.ends[asking]
-            logits, works = self.loaded.model.logits(hidden[ends]), [step.works[index] for index in asking]
-            drawn = sample(logits, works)
-            score(logits, drawn, works)
-            for index, token in zip(asking, drawn.tolist(), strict=True):
+        if not step.draws:
+            return tokens
+        works = [_drawing(step.works[index], i) for index, i in step.draws]
+        logits = self.loaded.model.logits(hidden[step.ends])
+        drawn = sample(logits, works)
+        score(logits, drawn, works)
+        for (index, i), work, token in zip(step.draws, works, drawn.tolist(), strict=True):
+            if i:
+                step.works[index].later.append((token, work.score))
+            else:
                 tokens[step.order[index]] = token
         return tokens
+
+
+def _drawing(work: RowWork, i: int) -> RowWork:
+    """What the draw behind a row's i-th guess goes by: everything but the guess's number is the row's."""
+    return replace(work, step=work.step + i, score=None) if i else work
 
 
 def _spans(works: Sequence[RowWork]) -> tuple[RowSpan, ...]:

@@ -6,11 +6,12 @@ Admission reserves the peak of a sequence's whole life, so what runs never lacks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from heapq import heapify, heappop, heappush
 
 from agentkv.engine.cache.state import Change, KVState
 from agentkv.engine.core import Batch, EngineConfig, Reach, RowWork, Sequence, Status, TableUpdate
+from agentkv.engine.lookup import share
 from agentkv.engine.oracle import Cost, MemoryOracle
 from agentkv.engine.preempt import Tally, rivals, shed, tell_preempted, tell_resumed, victims
 from agentkv.engine.queue import WaitingQueue, shares
@@ -112,9 +113,11 @@ class Scheduler:
             self._admit_waiting()
         self._follow_moves(batch)
         self.oracle.hold(True)
-        for seq in self.running:
-            if not seq.prefilling:
-                self._add_row(batch, seq, 1)
+        decoding = [seq for seq in self.running if not seq.prefilling]
+        room = self.config.step_tokens - (len(self.running) - len(decoding))
+        guesses = share(len(decoding), room) if self.config.lookup else 0
+        for seq in decoding:
+            self._add_row(batch, seq, 1, self._draft(seq, guesses))
         self._add_chunks(batch)
         self.oracle.hold(False)
         if self._unsettled:
@@ -253,12 +256,26 @@ class Scheduler:
             seq.reserved_units, seq.peak_units = cost.peak, cost.bound
             self._unsettled = self._retry = True
 
-    def _add_row(self, batch: Batch, seq: Sequence, count: int) -> None:
-        """`count` tokens of the sequence enter the batch; the last one draws if it is the last there is."""
+    def _draft(self, seq: Sequence, most: int) -> list[int]:
+        """Guesses of what follows. What is promised to the sequence has room for them: they end before its last token."""
+        limit = min(most, seq.max_tokens - seq.num_generated - 1)
+        return seq.drafter.draft(limit) if seq.drafter is not None and limit > 0 else []
+
+    def take_back(self, seq: Sequence) -> None:
+        """Guesses that did not come true lose their KV, and its units are promised to the sequence again."""
+        assert seq.state is not None
+        held = seq.state.units
+        seq.state.cut(len(seq.token_ids) - 1)
+        seq.reserved_units = (seq.reserved_units + (held - seq.state.units)).least(seq.peak_units)
+        self.settle()
+
+    def _add_row(self, batch: Batch, seq: Sequence, count: int, drafted: Iterable[int] = ()) -> None:
+        """`count` tokens of the sequence enter the batch, and guesses; the last token draws if it is the last there is."""
         assert seq.state is not None
         assert seq.row is not None
         position = seq.num_forwarded
-        change = seq.state.append(count)
+        tokens = [*seq.token_ids[position : position + count], *drafted]
+        change = seq.state.append(len(tokens))
         if change.new_units:
             seq.reserved_units = (seq.reserved_units - change.new_units).least(seq.peak_units)
             self._unsettled = True
@@ -268,13 +285,13 @@ class Scheduler:
                 first = max(seq.table_from[group], holding.first_page)
                 batch.table_updates.append(TableUpdate(seq.row, first, holding.units[first - holding.first_page :], group))
                 seq.table_from[group] = holding.next_page
-        self.waiting.clock.serve(seq, count)
+        self.waiting.clock.serve(seq, len(tokens))
         batch.rows.append(
             RowWork(
                 row=seq.row,
-                tokens=seq.token_ids[position : position + count],
+                tokens=tokens,
                 position=position,
-                slot=seq.state.length - count,
+                slot=seq.state.length - len(tokens),
                 sample=position + count == len(seq.token_ids),
                 sampling=seq.request.sampling,
                 seed=seq.seed,
@@ -282,7 +299,8 @@ class Scheduler:
                 seq_id=seq.seq_id,
                 history=seq.history,
                 allowed=seq.allowed,
-                reaches=_reaches(seq.state, position, count),
+                reaches=_reaches(seq.state, position, len(tokens)),
+                drafted=len(tokens) - count,
             )
         )
 

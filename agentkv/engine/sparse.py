@@ -116,6 +116,12 @@ class SparseMethod:
         return ()
 
     @property
+    def truncates(self) -> bool:
+        """Is a row without its newest tokens what it was before them? Only then may tokens be guessed ahead."""
+        kept = self.exactness == "exact" and not self.evicts and self.counts_on_host
+        return kept and all(state.kind == "append" for state in self.states)
+
+    @property
     def fingerprint(self) -> str:
         """Class and every option: KV made under one fingerprint is not reused under another."""
         options = ", ".join(f"{each.name}={getattr(self, each.name)!r}" for each in fields(self))

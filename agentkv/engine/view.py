@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from agentkv.kernels.chunk_attention import token_slots
@@ -46,6 +47,29 @@ class RowTable:
     def first_slots(self) -> tuple[int, ...]:
         """First slot that is read of each row."""
         return tuple(each[0] for each in self.host_starts) or (0,) * len(self.host_rows)
+
+    def by_query(self, counts: tuple[int, ...]) -> RowTable:
+        """The table with a line for each token: counts[i] tokens of row i are its last slots, and each ends its own line."""
+        if all(count == 1 for count in counts):
+            return self
+        if counts not in self._by_query:
+            behind = [count - 1 - i for count in counts for i in range(count)]
+            packed = torch.tensor([*counts, *behind]).to(self.rows.device)
+            repeats, back = torch.split(packed, [len(counts), len(behind)])
+            owner = [index for index, count in enumerate(counts) for _ in range(count)]
+            self._by_query[counts] = replace(
+                self,
+                rows=self.rows.repeat_interleave(repeats),
+                lens=self.lens.repeat_interleave(repeats) - back.to(torch.int32),
+                host_rows=tuple(self.host_rows[index] for index in owner),
+                host_lens=tuple(self.host_lens[index] - less for index, less in zip(owner, behind, strict=True)),
+                host_starts=tuple((start,) for starts in self.host_starts for start in starts),
+            )
+        return self._by_query[counts]
+
+    @cached_property
+    def _by_query(self) -> dict[tuple[int, ...], RowTable]:
+        return {}
 
     @cached_property
     def decode_plan(self) -> tuple[RowPages, ...]:
@@ -124,9 +148,9 @@ class GroupRows:
 class DeviceBatch:
     """The rows of one view class in one phase of a step; every hook gets it as `batch`.
 
-    tokens: where they lie in the step. prefill: chunks; otherwise each row has one token. positions: int64 `[num_tokens]`,
-    logical. groups: the same rows in each KV group; group_of: layer -> its group. pages_of: layer -> its pages (see PagedKV).
-    states: by name, the pages of the method's state and its group.
+    tokens: where they lie in the step. prefill: chunks; otherwise each row has its last token, and where the method truncates
+    a few guesses behind it. positions: int64 `[num_tokens]`, logical. groups: the same rows in each KV group; group_of: layer
+    -> its group. pages_of: layer -> its pages (see PagedKV). states: by name, the pages of the method's state and its group.
     """
 
     rows: tuple[RowSpan, ...]
@@ -146,6 +170,11 @@ class DeviceBatch:
         """Where the layer writes the new tokens: entries and offsets, see GroupRows."""
         group = self.groups[self.group_of[layer]]
         return group.entries, group.offsets
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Tokens of each row."""
+        return tuple(span.end - span.start for span in self.rows)
 
     def pages(self, layer: int) -> Tensor:
         """The layer's pages `[num_granules, num_kv_heads, 2, page_size, head_dim]`."""

@@ -36,10 +36,11 @@ def printer(stream: TextIO) -> Show:
     return console.print
 
 
-def play_demo(*, seed: int, prune_after: int | None, show: Show) -> dict[str, Any]:
+def play_demo(*, seed: int, prune_after: int | None, show: Show, lookup: int = 8) -> dict[str, Any]:
     """Play the task of `seed` with pruning, the same without, and resume the first in a second process.
 
     prune_after: lag of every result; None takes the shortest with which the task can be solved (later results may need it).
+    lookup: see `Runtime`.
     Returns `solved, turns, prompt_tokens, prefilled_tokens, cached_tokens, pruned_tokens, kv_bytes_peak, kv_bytes_unpruned,
     resumed` and a few more (docs/api.md).
     """
@@ -48,7 +49,7 @@ def play_demo(*, seed: int, prune_after: int | None, show: Show) -> dict[str, An
     task = make_task(seed)
     lag = task.metadata.get("lag", 0) + 1 if prune_after is None else prune_after
     session_id = f"demo-{seed}-{secrets.token_hex(6)}"
-    with Runtime("micro") as runtime:
+    with Runtime("micro", lookup=lookup) as runtime:
         show(f"\n[bold]task {seed}[/bold] ({task.family}): {_plain(task.prompt)}")
         show(f"each tool result is pruned from the KV cache {lag} results later")
         with World(task) as world:
@@ -57,7 +58,7 @@ def play_demo(*, seed: int, prune_after: int | None, show: Show) -> dict[str, An
         pruned_peak = runtime.stats()["peak_bytes"]
         session.close()
     show("\nthe same task without pruning, for comparison ...")
-    unpruned_peak = _unpruned_peak(task)
+    unpruned_peak = _unpruned_peak(task, lookup)
     show("the session is closed; a second process resumes it from the store, by its id alone ...")
     followup = _resume_elsewhere(session_id)
     if followup["question"]:
@@ -113,9 +114,9 @@ def _sum(turns: list[Turn]) -> dict[str, int]:
     return {**totals, "pruned_tokens": usages[-1].pruned_tokens if usages else 0}
 
 
-def _unpruned_peak(task: Task) -> int:
+def _unpruned_peak(task: Task, lookup: int) -> int:
     """Peak KV bytes of the same task played without pruning, read from a fresh arena."""
-    with Runtime("micro", db=None) as runtime, World(task) as world:
+    with Runtime("micro", db=None, lookup=lookup) as runtime, World(task) as world:
         session = runtime.session(system=NATIVE.system, tools=[world.bash])
         session.add_user(task.prompt)
         session.run(max_turns=MAX_TURNS)

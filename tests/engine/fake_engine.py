@@ -45,6 +45,13 @@ def seen(history: list[Content], position: int, windows: Windows) -> list[list[C
     return [[each for each in history if window is None or each[0] > position - window] for window in windows]
 
 
+def copying(visible: list[list[Content]], seed: int, step: int, vocab: int) -> int:
+    """Mostly what followed the last three tokens before, so that guesses come true now and then."""
+    tokens, chance = [token for _, token, _ in max(visible, key=len)], draw(visible, seed, step, 4 * vocab)
+    places = [end for end in range(3, len(tokens)) if tokens[end - 3 : end] == tokens[-3:]]
+    return tokens[places[-1]] % vocab if places and chance % 4 else chance // 4
+
+
 class FakeRunner:
     """Implements `core.Runner` over a dictionary of granules."""
 
@@ -66,6 +73,7 @@ class FakeRunner:
         self.vocab = self.vocab_size = vocab
         self.step_tokens = step_tokens
         self.max_rows = max_rows
+        self.draw = draw
         self.cells: dict[int, Any] = {}
         self.tables: dict[tuple[int, int], dict[int, int]] = {}
         self.forwarded = 0
@@ -98,14 +106,18 @@ class FakeRunner:
     def _forward(self, work: RowWork) -> int | None:
         assert work.tokens
         visible: list[list[Content]] = []
+        draws: list[int] = []
         for i, token in enumerate(work.tokens):
             visible = [self._visible(group, work, i) for group in range(len(self.groups))]
             made = content(visible, work.position + i, token)
             for group in range(len(self.groups)):
                 self._write(group, self._slot(group, work.row, work.slot_in(group) + i), made)
                 visible[group].append(made)
+            if work.sample and i >= len(work.tokens) - 1 - work.drafted:
+                draws.append(self.draw(visible, work.seed, work.step + len(draws), self.vocab))
         self.forwarded += len(work.tokens)
-        return draw(visible, work.seed, work.step, self.vocab) if work.sample else None
+        work.later += [(token, None) for token in draws[1:]]
+        return draws[0] if draws else None
 
     def _visible(self, group: int, work: RowWork, index: int) -> list[Content]:
         """What the row's token sees before itself: all, or from where the host says."""
@@ -177,6 +189,7 @@ class Oracle:
     def __init__(self, vocab: int = 5, windows: Windows = ALL) -> None:
         self.vocab = vocab
         self.windows = windows
+        self.draw = draw
 
     def visible(self, token_ids: list[int], edits: Iterable[Edit], length: int) -> list[Content]:
         out: list[Content] = []
@@ -199,7 +212,7 @@ class Oracle:
         ids = list(token_ids)
         visible = self.visible(ids, edits, prompt)
         while True:
-            ids.append(draw(seen(visible, len(ids) - 1, self.windows), seed, len(ids) - prompt, self.vocab))
+            ids.append(self.draw(seen(visible, len(ids) - 1, self.windows), seed, len(ids) - prompt, self.vocab))
             if len(ids) - prompt == count or ids[-1] in stop:
                 return ids[prompt:]
             self.write(visible, len(ids) - 1, ids[-1])
@@ -218,6 +231,7 @@ def engine(
     windows: Windows = ALL,
     slack: int = 3,
     warm_pages: int = 0,
+    lookup: int = 0,
     **options: object,
 ) -> LLM:
     """An engine over a fake runner, with memory for `units` pages of its first group, and `warm_pages` in host memory."""
@@ -232,6 +246,7 @@ def engine(
         patience=patience,
         step_timeout=step_timeout,
         warm_memory=warm_pages * runner.groups[0].stripe_bytes,
+        lookup=lookup,
     )
     return LLM(config, runner, **options)  # type: ignore[arg-type]
 

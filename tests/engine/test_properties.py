@@ -59,6 +59,7 @@ class Running:
 class EngineLife(RuleBasedStateMachine):
     seen: ClassVar[Counter[str]] = Counter()
     warm_pages = 0
+    lookup = 0
 
     @initialize(
         units=st.integers(3, 30),
@@ -92,6 +93,7 @@ class EngineLife(RuleBasedStateMachine):
             windows=windows,
             slack=slack,
             warm_pages=self.warm_pages,
+            lookup=self.lookup,
         )
         self.windows, self.reach = windows, step_tokens + slack
         self.llm.runner.vocab = VOCAB

@@ -6,7 +6,7 @@ ids alone may enter: never what was computed after a prune. Positions are absolu
 
 Full groups have slots in every node. A window group has all of a node's slots or none: the state that was inserted has
 let go of what lies behind its window. A prefix can be continued where its window is there, so a match may be shorter
-than the path. Who has to compute such a path again leaves the window at its end for the next one (`LLM._resume`): where
+than the path. Who has to compute such a path again leaves the window at its end for the next one (`Reuse.revive`): where
 two requests part, others will too (Marconi, MLSys 2025, caches recurrent states by the same rule).
 
 A node remembers which chains wrote it. When the last of them lets go and no other node hangs below, it is removed; what
