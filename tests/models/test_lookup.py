@@ -20,7 +20,7 @@ PROMPTS = [COPY, COPY[3:20], [7] * 12, [*range(40), *range(20)], [1]]
 
 def answers(loaded: Any, options: list[dict[str, Any]], lookup: int, page_size: int = 4) -> tuple[list[Any], LLM]:
     """(ids, scores) of each prompt, all of them in one engine at once."""
-    memory = 200 * loaded.layout(page_size).stripe_bytes
+    memory = 200 * sum(group.stripe_bytes for group in loaded.groups(page_size))
     config = EngineConfig(memory, window=150, page_size=page_size, max_rows=5, step_tokens=64, lookup=lookup)
     llm = LLM(config, ModelRunner(loaded, config, methods.get("dense")))
     seqs = [llm.add(Request(prompt, Sampling(**each))) for prompt, each in zip(PROMPTS, options, strict=True)]
@@ -34,7 +34,14 @@ def answers(loaded: Any, options: list[dict[str, Any]], lookup: int, page_size: 
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype", "page_size"), [("llama", "float64", 4), ("qwen3", "float64", 16), ("qwen3", "float32", 4)]
+    ("family", "dtype", "page_size"),
+    [
+        ("llama", "float64", 4),
+        ("qwen3", "float64", 16),
+        ("qwen3", "float32", 4),
+        ("gemma3", "float64", 4),
+        ("gemma3", "float32", 4),
+    ],
 )
 @pytest.mark.parametrize(
     "sampling",
@@ -59,14 +66,21 @@ def test_an_engine_that_guesses_says_the_same(
         near = 1e-9 if dtype == "float64" else 2e-5
         assert [score.logprob for score in scores] == pytest.approx([score.logprob for score in want_scores], abs=near)
         assert [[token for token, _ in score.top] for score in scores] == [[token for token, _ in s.top] for s in want_scores]
-    assert llm.decoding.drafted > llm.decoding.accepted > 0
+    assert llm.decoding.drafted >= llm.decoding.accepted > 0
+    if family != "gemma3" or "top_k" in sampling:  # a tiny greedy Gemma repeats itself: every guess is right
+        assert llm.decoding.drafted > llm.decoding.accepted
 
 
 def test_a_line_for_each_query() -> None:
-    """What the GPU's kernel reads: the last slots of a row, one length each."""
+    """What the GPU's kernel reads, and torch's: the last slots of a row, one length each, and where each begins to see."""
     rows, lens = torch.tensor([4, 0, 2]), torch.tensor([10, 7, 1], dtype=torch.int32)
-    table = RowTable(torch.zeros(5, 3, dtype=torch.int32), rows, lens, (4, 0, 2), (10, 7, 1), 4)
-    got_rows, got_lens = table.by_query((3, 2, 1))
-    assert got_rows.tolist() == [4, 4, 4, 0, 0, 2]
-    assert got_lens.tolist() == [8, 9, 10, 6, 7, 1]
-    assert got_lens.dtype == torch.int32
+    starts = ((5, 6, 7), (2, 3), (0,))
+    flat = torch.tensor([5, 6, 7, 2, 3, 0], dtype=torch.int32)
+    table = RowTable(torch.zeros(5, 3, dtype=torch.int32), rows, lens, (4, 0, 2), (10, 7, 1), 4, flat, starts)
+    got = table.by_query((3, 2, 1))
+    assert got.rows.tolist() == list(got.host_rows) == [4, 4, 4, 0, 0, 2]
+    assert got.lens.tolist() == list(got.host_lens) == [8, 9, 10, 6, 7, 1]
+    assert got.lens.dtype == torch.int32
+    assert got.first_slots == (5, 6, 7, 2, 3, 0)
+    assert table.by_query((3, 2, 1)) is got
+    assert table.by_query((1, 1, 1)) is table
