@@ -53,10 +53,9 @@ def _attend_decodes(q: Tensor, part: Part, batch: DeviceBatch, scale: float) -> 
     table = table.by_query(counts)
     if q.device.type == "cpu" or q.dtype == torch.float64:  # the GPU kernel is for at most float32
         return Attended(*decode_attention(q, pages, table.decode_plan, scale))
-    from agentkv.kernels.split_decode import split_decode  # needs triton, which a CPU-only platform may lack
+    from agentkv.kernels.paged_decode import paged_decode  # needs triton, which a CPU-only platform may lack
 
-    most = max(length - first for length, first in zip(table.host_lens, table.first_slots, strict=True))
-    return Attended(*split_decode(q, pages, table.entries, table.rows, table.lens, most, scale, table.starts))
+    return Attended(*paged_decode(q, pages, table.entries, table.work, scale))
 
 
 def _attend_chunks(q: Tensor, part: Part, batch: DeviceBatch, scale: float) -> Attended:

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from agentkv.kernels.chunk_attention import token_slots
 from agentkv.kernels.decode_attention import RowPages, plan_row
+
+if TYPE_CHECKING:
+    from agentkv.kernels.paged_decode import DecodePlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,14 @@ class RowTable:
     @cached_property
     def _by_query(self) -> dict[tuple[int, ...], RowTable]:
         return {}
+
+    @cached_property
+    def work(self) -> DecodePlan:
+        """Pieces of the rows for decode on a GPU, where each row has one token."""
+        from agentkv.kernels.paged_decode import bound_pieces, plan_decode
+
+        seen = sum(self.host_lens) - sum(self.first_slots)
+        return plan_decode(self.lens, self.rows, bound_pieces(len(self.host_lens), seen), self.starts)
 
     @cached_property
     def decode_plan(self) -> tuple[RowPages, ...]:

@@ -1,0 +1,156 @@
+"""The GPU decode kernel against its plain twin: here in Triton's interpreter, on a GPU as it is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from agentkv.kernels import reference
+
+pytest.importorskip("triton")
+CUDA = torch.cuda.is_available()
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+class Case(NamedTuple):
+    """lens: slots a row holds, or a KV head of it. firsts: slots before these are not read."""
+
+    lens: tuple
+    page_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    queries: int = 1
+    firsts: tuple | None = None
+
+
+CASES = [
+    Case((1, 5, 17), 4, 6, 2, 12),
+    Case((300, 16, 257), 16, 4, 4, 16),
+    Case((520,), 16, 8, 2, 64),
+    Case((520, 70, 9), 16, 8, 2, 16, firsts=(33, 5, 8)),
+    Case((300, 9, 30), 16, 4, 2, 16, queries=3),
+    Case((140, 8), 128, 4, 2, 16, queries=8),
+    Case(((40, 3, 170), (16, 129, 1)), 16, 6, 3, 16),
+]
+LARGE = [
+    Case((1, 20000, 333), 16, 32, 8, 128),
+    Case((70001, 130, 128, 127), 16, 32, 4, 128, queries=4),
+    Case(((9000, 33, 1, 700), (5, 2048, 2049, 64)), 16, 16, 4, 128),
+    Case((5000, 333, 700), 16, 4, 1, 256, firsts=(4489, 0, 189)),
+]
+
+
+def numpy_scalars(patch: pytest.MonkeyPatch) -> None:
+    """This release's interpreter takes loop bounds by int(array of one element), which numpy 2.4 refuses."""
+    from triton.runtime import interpreter
+
+    original = interpreter._patch_lang_tensor
+
+    def patched(tensor: type, scope: object) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))  # type: ignore[attr-defined]
+
+    patch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
+def check(device: str, dtype: torch.dtype, tolerance: float, case: Case) -> None:
+    from agentkv.kernels.paged_decode import bound_pieces, paged_decode, plan_decode
+
+    generator = torch.Generator().manual_seed(3)
+    lens = torch.tensor(case.lens, dtype=torch.int32)
+    num_rows, per_head = len(case.lens), lens.dim() == 2
+    heads = case.num_kv_heads if per_head else 1
+    num_pages = -(-int(lens.max()) // case.page_size)
+    order = torch.randperm(num_rows * heads * num_pages, generator=generator).to(torch.int32)
+    shape = (len(order), case.num_kv_heads, 2, case.page_size, case.head_dim)
+    pages = torch.randn(shape, generator=generator).to(dtype)
+    table = torch.full((num_rows + 2, heads, num_pages), -1, dtype=torch.int32)
+    rows = torch.arange(num_rows).flip(0) + 1
+    table[rows] = order.view(num_rows, heads, num_pages)
+    q = torch.randn(num_rows * case.queries, case.num_heads, case.head_dim, generator=generator).to(dtype)
+    firsts = torch.tensor(case.firsts, dtype=torch.int32) if case.firsts else torch.zeros_like(lens)
+    for row, first in enumerate(case.firsts or ()):
+        for slot in range(first):
+            pages[table[rows[row], 0, slot // case.page_size], :, :, slot % case.page_size] = torch.nan  # may be freed
+    plan = plan_decode(
+        lens.to(device),
+        rows.to(device),
+        bound_pieces(lens.numel(), int(lens.sum())),
+        firsts.to(device) if case.firsts else None,
+    )
+    out, lse = paged_decode(
+        q.to(device), pages.to(device), (table if per_head else table[:, 0]).contiguous().to(device), plan,
+        case.head_dim**-0.5, queries=case.queries,
+    )  # fmt: skip
+
+    group = case.num_heads // case.num_kv_heads
+    for row in range(num_rows):
+        mine = slice(row * case.queries, (row + 1) * case.queries)
+        for head in range(case.num_kv_heads):
+            line = (row, head) if per_head else (row,)
+            entries = table[rows[row], head if per_head else 0].tolist()
+            k, v = reference.read_row(pages[:, head : head + 1], entries, int(lens[line]))
+            first, members = int(firsts[line]), slice(head * group, (head + 1) * group)
+            want, want_lse = reference.attention(q[mine, members], k[first:], v[first:], case.head_dim**-0.5)
+            assert (out[mine, members].cpu().double() - want).abs().max() < tolerance
+            assert (lse[mine, members].cpu().double() - want_lse).abs().max() < max(tolerance, 1e-5)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="run by the test below, in a process where Triton is interpreted")
+@pytest.mark.parametrize("case", CASES)
+def test_equals_the_twin_in_the_interpreter(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
+    numpy_scalars(monkeypatch)
+    check("cpu", torch.float32, 1e-5, case)
+
+
+@pytest.mark.skipif(CUDA or INTERPRETED, reason="for machines without a GPU")
+def test_interpreter_cases_pass() -> None:
+    """In a child: Triton decides when it is first imported."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
+    env = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert f"{len(CASES)} passed" in done.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*CASES, *LARGE])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
+def test_equals_the_twin_on_a_gpu(case: Case, dtype: torch.dtype, tolerance: float) -> None:
+    check("cuda", dtype, tolerance, case)
+
+
+@pytest.mark.gpu
+def test_a_row_alone_is_the_same_bit_for_bit_and_a_graph_takes_other_lengths() -> None:
+    from agentkv.kernels.paged_decode import bound_pieces, paged_decode, plan_decode
+
+    generator = torch.Generator("cuda").manual_seed(5)
+    pages = torch.randn(600, 4, 2, 16, 64, device="cuda", generator=generator).bfloat16()
+    table = torch.randperm(600, device="cuda", generator=generator).to(torch.int32).view(4, 150)
+    q = torch.randn(4, 16, 64, device="cuda", generator=generator).bfloat16()
+    lens = torch.tensor([2400, 5, 1024, 129], dtype=torch.int32, device="cuda")
+    rows = torch.arange(4, device="cuda")
+    bound = bound_pieces(4, 4 * 2400)
+
+    def together() -> torch.Tensor:
+        return paged_decode(q, pages, table, plan_decode(lens, rows, bound), 0.125)[0]
+
+    def alone(row: int) -> torch.Tensor:
+        plan = plan_decode(lens[row : row + 1], rows[row : row + 1], bound)
+        return paged_decode(q[row : row + 1], pages, table, plan, 0.125)[0][0]
+
+    together()  # compiled before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = together()
+    for lengths in ([2400, 5, 1024, 129], [1, 2399, 64, 777]):
+        lens.copy_(torch.tensor(lengths, dtype=torch.int32))
+        graph.replay()
+        for row in range(4):
+            assert torch.equal(captured[row], alone(row))
