@@ -14,7 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from agentkv.world.dialect import NATIVE, Dialect
+from agentkv.types import ToolCall
+from agentkv.world.dialect import NATIVE, Dialect, Place
 from agentkv.world.expert import Past, answer
 from agentkv.world.shell import Shell
 from agentkv.world.task import Task
@@ -32,6 +33,8 @@ class World:
             target = self.root / path
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(text, encoding="utf-8", newline="\n")
+        self.place = Place(str(self.root), "/usr/bin/python3")
+        self.finished = False
         self.shell = Shell(self.root, {path: program.source() for path, program in task.programs.items()})
 
     def __enter__(self) -> Self:
@@ -48,7 +51,15 @@ class World:
         """Run one command in the directory."""
         output, code = self.shell.run(command)
         self.history.append(Past(command, code))
-        return self.dialect.body(output, code)
+        return self.dialect.body(output, code, self.place)
+
+    def execute(self, call: ToolCall) -> str:
+        """Run a tool call of the dialect: a command, or the call that hands the work in."""
+        finish = self.dialect.finish()
+        if finish is not None and call.name == finish[0]["function"]["name"] != self.dialect.call("")["function"]["name"]:
+            self.finished = True
+            return str(call.arguments.get("message", finish[1]))
+        return self.bash(str(call.arguments.get("command", "")))
 
     def verdict(self) -> bool:
         """Whether the task is solved, judged from the real files and real exit statuses."""
