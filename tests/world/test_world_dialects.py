@@ -7,6 +7,7 @@ import pytest
 import yaml
 from jinja2 import StrictUndefined, Template
 
+from agentkv.tools.registry import Toolbox
 from agentkv.types import ToolCall
 from agentkv.world.dialect import DIALECTS, MINI, NATIVE, OPENHANDS, Place, dialect
 from agentkv.world.env import World
@@ -52,11 +53,12 @@ def test_forms():
 def test_the_world_runs_the_calls_of_its_dialect(name):
     spoken = DIALECTS[name]
     with World(make_task(1, dialect=spoken), spoken) as world:
+        tools = Toolbox(world.tools)
+        assert tools.schemas == list(spoken.tools)
         made = spoken.call("echo hi")["function"]
-        assert world.execute(ToolCall(id="c", name=made["name"], arguments=made["arguments"])) == spoken.body(
-            "hi\n", 0, world.place
-        )
+        call = ToolCall(id="c", name=made["name"], arguments=made["arguments"])
+        assert tools.call(call) == spoken.body("hi\n", 0, world.place)
         finish = spoken.finish()
         if finish is not None:
             made = finish[0]["function"]
-            assert world.execute(ToolCall(id="d", name=made["name"], arguments=made["arguments"])) == finish[1]
+            assert tools.call(ToolCall(id="d", name=made["name"], arguments=made["arguments"])) == finish[1]
