@@ -5,8 +5,6 @@ It runs on the training module with its own simple cache, so it is also evidence
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,11 +16,11 @@ from torch.nn import functional as F
 from agentkv.world import render, tokens, trajectory
 from agentkv.world.env import World
 from agentkv.world.micro_model import Micro, load, rope, rotate
+from agentkv.world.reference_play import answer_of
 from agentkv.world.trajectory import Event
 
 LONGEST_TURN = 200
 CHUNK = 1024  # tokens of one forward pass
-_CALL = re.compile(r"<tool_call>\n(\{.*\})\n</tool_call>", re.DOTALL)
 
 
 class Player:
@@ -121,26 +119,16 @@ def play(folder: Path, worlds: Sequence[World], window: int | None, device: str 
         first = player.feed([[*ids, *opening] if go else [] for ids, go in zip(new, alive, strict=True)])
         made = player.turns(alive, first)
         for i, world in enumerate(worlds):
-            command = _command(tokens.decode(made[i]), world) if alive[i] else None
-            new[i] = _result(world, command) if command is not None else []
+            body = answer_of(tokens.decode(made[i]), world) if alive[i] else None
+            new[i] = [] if body is None else _result(world, body)
             alive[i] = bool(new[i]) and int(player.lengths[i]) + len(new[i]) < longest
         if not any(alive):
             break
     return [world.verdict() for world in worlds]
 
 
-def _command(text: str, world: World) -> str | None:
-    """The command of a turn; None ends the task, as handing in does."""
-    found = _CALL.search(text)
-    try:
-        made = json.loads(found[1]) if found else {}
-        return str(made["arguments"]["command"]) if made["name"] == world.dialect.call("")["function"]["name"] else None
-    except (ValueError, KeyError, TypeError):
-        return None
-
-
-def _result(world: World, command: str) -> list[int]:
+def _result(world: World, body: str) -> list[int]:
     out = render.Ids()
     out.add([10])  # behind the turn's end
-    trajectory.append(out, Event("result", world.bash(command)), world.dialect)
+    render.result(out, body)
     return out.ids

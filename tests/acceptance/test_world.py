@@ -6,7 +6,9 @@ import pytest
 
 from agentkv.bench.world import run_world
 from agentkv.runtime_engine import model_path
+from agentkv.world.dialect import DIALECTS
 from agentkv.world.reference_play import play_with_transformers
+from agentkv.world.task import FAMILIES, make_task
 
 
 def test_ten_unseen_seeds() -> None:
@@ -21,6 +23,40 @@ def test_two_hundred_unseen_seeds() -> None:
     result = run_world(seeds=range(1000, 1200), concurrency=2)
     assert result["n"] == 200
     assert result["success"] >= 0.95, result["by_family"]
+
+
+@pytest.mark.parametrize("dialect", list(DIALECTS))
+def test_every_family_in_every_dialect(dialect: str) -> None:
+    """One unseen seed a family; one of the six may fail."""
+    result = run_world(seeds=[310], families=list(FAMILIES), dialect=dialect, max_bytes=3000, concurrency=3)
+    assert result["n"] == len(FAMILIES)
+    assert sum(row["solved"] for row in result["results"]) >= len(FAMILIES) - 1, result["results"]
+
+
+def test_a_rebuild_takes_away_what_once_needs_and_again_reads_it_again() -> None:
+    """Lag at most the results between: once fails, again runs its command again; a longer lag costs nothing."""
+    seed, size = 320, 2400
+    between = make_task(seed, "once", size).metadata["lag"]
+    rows = {}
+    for lag in (between, between + 1):
+        result = run_world(
+            seeds=[seed], families=["once", "again"], max_bytes=size, prune_after=lag, mode="rebuild", concurrency=2
+        )
+        rows[lag] = {row["family"]: row for row in result["results"]}
+    assert not rows[between]["once"]["solved"]
+    assert rows[between + 1]["once"]["solved"]
+    assert rows[between + 1]["again"]["solved"]
+    assert rows[between]["again"]["freed"] > 0
+
+
+@pytest.mark.slow
+def test_the_same_verdicts_through_transformers_in_all_families_and_dialects() -> None:
+    for number, name in enumerate(DIALECTS):
+        seed = 2100 + number
+        ours = run_world(seeds=[seed], families=list(FAMILIES), dialect=name, concurrency=2)["results"]
+        for row in ours:
+            theirs = play_with_transformers(model_path("micro"), seed, family=row["family"], dialect=DIALECTS[name])
+            assert row["solved"] == theirs, row
 
 
 @pytest.mark.slow
