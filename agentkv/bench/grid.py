@@ -1,10 +1,12 @@
 """Grids of conditions, run cell by cell into a folder; a cell whose file is there is not run again.
 
-`agentkv bench grid --out DIR` plays all that the card of `micro` and docs/pruning.md report.
+`agentkv bench grid --out DIR`, or `python -m agentkv.bench.grid --out DIR` where only torch, transformers and msgspec are
+installed, plays all that the card of `micro` and docs/pruning.md report.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
 from collections.abc import Iterable
@@ -88,6 +90,28 @@ def run_cells(
     return {"done": done, "left": left}
 
 
+def run_grid(
+    out: Path, parts: str, model: str, device: str, seeds: int, chunk: int, concurrency: int, seconds: float, tell: Tell
+) -> dict[str, int]:
+    """The cells of some parts (names, comma-separated) by one runtime."""
+    todo = [cell for part in parts.split(",") for cell in cells(part, seeds, chunk)]
+    with Runtime(model, db=None, device=device) as runtime:
+        return run_cells(runtime, todo, out, concurrency, seconds, tell)
+
+
+def main() -> None:
+    """The command line without the CLI's packages; options as of `agentkv bench grid`."""
+    parser = argparse.ArgumentParser(description="Grids of the agent world, cell by cell; the same command goes on.")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--model", default="micro")
+    parser.add_argument("--device", default="auto")
+    for name, value in (("seeds", 200), ("chunk", 200), ("concurrency", 100)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--seconds", type=float, default=1e9)
+    print(json.dumps(run_grid(**vars(parser.parse_args()), tell=lambda line: print(line, flush=True))))
+
+
 def gathered(folder: Path, name: str) -> list[dict[str, Any]]:
     """The results of all cells of one condition, by its name without the seed."""
     results: list[dict[str, Any]] = []
@@ -95,3 +119,7 @@ def gathered(folder: Path, name: str) -> list[dict[str, Any]]:
         if file.stem[len(name) + 1 :].isdigit():
             results += json.loads(file.read_text(encoding="utf-8"))["results"]
     return results
+
+
+if __name__ == "__main__":
+    main()
