@@ -6,9 +6,11 @@ import pytest
 
 from agentkv.bench.world import run_world
 from agentkv.runtime_engine import model_path
+from agentkv.world import trajectory
 from agentkv.world.dialect import DIALECTS
 from agentkv.world.reference_play import play_with_transformers
-from agentkv.world.task import FAMILIES, make_task
+from agentkv.world.task import FAMILIES, Task, make_task
+from agentkv.world.trajectory import View
 
 
 def test_ten_unseen_seeds() -> None:
@@ -53,10 +55,19 @@ def test_a_rebuild_takes_away_what_once_needs_and_again_reads_it_again() -> None
             seeds=[seed], families=["once", "again"], max_bytes=size, prune_after=lag, mode="rebuild", concurrency=2
         )
         rows[lag] = {row["family"]: row for row in result["results"]}
+    for lag in rows:
+        assert rows[lag]["again"]["freed"] == _freed(make_task(seed, "again", size), lag)
     assert not rows[between]["once"]["solved"]
     assert rows[between + 1]["once"]["solved"]
     assert rows[between + 1]["again"]["solved"]
     assert rows[between]["again"]["freed"] > 0
+
+
+def _freed(task: Task, lag: int) -> int:
+    """Bytes that go before the last turn starts, were the expert to play: a body of `lag` results before the last read one."""
+    shown = trajectory.play(task, view=View(lag)).results()
+    gone = [body for i, body in enumerate(shown) if i + lag < len(shown) - 1]
+    return sum(len(body) - len("[pruned]") for body in gone if len(body) > len("[pruned]"))
 
 
 @pytest.mark.slow
