@@ -14,7 +14,7 @@ from agentkv.runtime import Runtime, Session
 from agentkv.types import Policy, TurnDone
 from agentkv.world.dialect import DIALECTS
 from agentkv.world.env import World
-from agentkv.world.suite import Form, run_suite, summary, wilson
+from agentkv.world.suite import Setting, run_suite, summary, wilson
 from agentkv.world.task import FAMILIES, LARGEST, SMALLEST
 
 LENGTHS = {"2K": (2048, 3000), "4K": (4000, 5000), "8K": (7000, 8192), "16K": (14_000, 16_384), "32K": (28_000, 32_768)}
@@ -48,11 +48,11 @@ class Condition:
         return Policy(prune_after=self.lag, keep=self.keep, mode=self.mode)  # type: ignore[arg-type]
 
     @property
-    def form(self) -> Form:
+    def setting(self) -> Setting:
         """How tasks are given."""
         if self.dialect not in DIALECTS:
             raise BadRequest(f"unknown dialect {self.dialect!r}; known: {', '.join(DIALECTS)}", param="dialect")
-        return Form(self.min_bytes, self.max_bytes, DIALECTS[self.dialect], self.blank)
+        return Setting(self.min_bytes, self.max_bytes, DIALECTS[self.dialect], self.blank)
 
     def told(self) -> dict[str, Any]:
         """The condition's fields for a report."""
@@ -94,16 +94,16 @@ class Watched:
 def play(runtime: Runtime, condition: Condition, concurrency: int = 1, tell: Tell | None = None) -> dict[str, Any]:
     """One condition: `success`, `n`, `interval`, `by_family` (with freed tokens and re-reads), `results`, the condition."""
     began = time.monotonic()
-    form = condition.form
+    setting = condition.setting
     if condition.window is not None:
         return {**_windowed(runtime, condition), **condition.told(), "seconds": round(time.monotonic() - began, 1)}
     result = run_suite(
-        lambda world: Watched(runtime.session(system=form.dialect.system, tools=world.tools, policy=condition.policy)),
+        lambda world: Watched(runtime.session(system=setting.dialect.system, tools=world.tools, policy=condition.policy)),
         condition.seeds,
         families=condition.families,
         concurrency=concurrency,
         on_result=None if tell is None else lambda row: tell(str(row)),
-        form=form,
+        setting=setting,
         measure=lambda watched: watched.measures(),
     )
     for name, row in result["by_family"].items():
@@ -118,8 +118,8 @@ def _windowed(runtime: Runtime, condition: Condition) -> dict[str, Any]:
     results = []
     for family in condition.families or FAMILIES:
         with ExitStack() as stack:
-            tasks = [condition.form.task(seed, family) for seed in condition.seeds]
-            worlds = [stack.enter_context(World(task, condition.form.dialect)) for task in tasks]
+            tasks = [condition.setting.task(seed, family) for seed in condition.seeds]
+            worlds = [stack.enter_context(World(task, condition.setting.dialect)) for task in tasks]
             verdicts = masked_play.play(model_path(runtime.model_name), worlds, condition.window, runtime.device)
             results += [
                 {

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from agentkv.world import heads, render, tokens
 from agentkv.world.render import Ids
-from agentkv.world.rows import Form, draw_dialect, trajectory_row
+from agentkv.world.rows import Shape, draw_dialect, trajectory_row
 from agentkv.world.task import FAMILIES
 from agentkv.world.words import LETTERS, Names, below, fill, value
 
@@ -116,18 +116,18 @@ def batch(rng: random.Random, stage: Stage, batch_tokens: int) -> Batch:
     """One training batch of a stage; the shares of its lengths are of tokens."""
     length = int(draw(rng, tuple((str(length), share) for length, share in stage.lengths)))
     masked = length in MASKABLE and rng.random() < stage.masked
-    shape = max(1, batch_tokens // length), length
+    size = max(1, batch_tokens // length), length
     made = Batch(
-        ids=np.zeros(shape, np.uint16),
-        weights=np.zeros(shape, np.float16),
-        positions=np.tile(np.arange(length, dtype=np.int32), (shape[0], 1)),
-        kinds=np.zeros(shape[0], np.uint8),
-        gone=np.full(shape, NEVER, np.int32) if masked else None,
+        ids=np.zeros(size, np.uint16),
+        weights=np.zeros(size, np.float16),
+        positions=np.tile(np.arange(length, dtype=np.int32), (size[0], 1)),
+        kinds=np.zeros(size[0], np.uint8),
+        gone=np.full(size, NEVER, np.int32) if masked else None,
     )
-    for i in range(shape[0]):
+    for i in range(size[0]):
         kind = draw(rng, stage.mix)
-        form: Form = "masked" if masked else "rebuilt" if rng.random() < stage.rebuilt else "plain"
-        _fill_row(made, i, kind, make_row(rng, kind, length, form))
+        shape: Shape = "masked" if masked else "rebuilt" if rng.random() < stage.rebuilt else "plain"
+        _fill_row(made, i, kind, make_row(rng, kind, length, shape))
         if rng.random() < stage.gaps:
             _gap(rng, made.positions[i])
     return made
@@ -153,10 +153,10 @@ def _gap(rng: random.Random, positions: NDArray[np.int32]) -> None:
         positions[below(rng, n) :] += int(total / cuts)
 
 
-def make_row(rng: random.Random, kind: str, length: int, form: Form = "plain") -> Ids:
-    """One document of a kind; `form` is for trajectories."""
+def make_row(rng: random.Random, kind: str, length: int, shape: Shape = "plain") -> Ids:
+    """One document of a kind; `shape` is for trajectories."""
     if kind in FAMILIES:
-        return trajectory_row(rng, kind, length, form)
+        return trajectory_row(rng, kind, length, shape)
     return {"raw": _raw, "drill": _drill, "text": _text}[kind](rng, length)
 
 

@@ -22,7 +22,7 @@ from agentkv.world.words import below
 
 PLACEHOLDER = "[pruned]"
 SHORT = 4000  # below this the other dialects' frames leave no room for a task
-Form = Literal["plain", "masked", "rebuilt"]
+Shape = Literal["plain", "masked", "rebuilt"]
 LAGS = (0, 0, 1, 1, 2, 3, 4)
 
 
@@ -33,7 +33,7 @@ def draw_dialect(rng: random.Random, length: int) -> Dialect:
     return DIALECTS[names[0] if at < 0.5 or length < SHORT else names[1] if at < 0.75 else names[2]]
 
 
-def trajectory_row(rng: random.Random, family: str, length: int, form: Form = "plain") -> Ids:
+def trajectory_row(rng: random.Random, family: str, length: int, shape: Shape = "plain") -> Ids:
     """The expert's play of a training task, then late questions about what its results showed."""
     dialect = draw_dialect(rng, length)
     smallest = max(900, int(length * 0.33))
@@ -41,15 +41,15 @@ def trajectory_row(rng: random.Random, family: str, length: int, form: Form = "p
     largest = max(smallest, int((length - extra) * 0.93))
     seed = EVALUATION_SEEDS + below(rng, 2**40)
     task = make_task(seed, family, largest, training=True, min_bytes=min(smallest, largest), dialect=dialect)
-    view = View() if form == "plain" else _draw_view(rng, family)
+    view = View() if shape == "plain" else _draw_view(rng, family)
     fitting = 1 + (length - extra - task.metadata["bytes"]) // (2 * turn_size(dialect) + finish_size(dialect) + 300)
-    task = replace(task, rounds=task.rounds[: 1 if form == "rebuilt" else max(1, fitting)])
+    task = replace(task, rounds=task.rounds[: 1 if shape == "rebuilt" else max(1, fitting)])
     place = heads.place(rng)
     episode = trajectory.play(task, dialect, 0.05, place=place, view=view)
     out = Ids()
     heads.head(rng, out, dialect, extra)
     write = _Writer(rng, out, dialect, task, episode, view)
-    if form == "rebuilt":
+    if shape == "rebuilt":
         write.rebuilt()
     else:
         write.plain()

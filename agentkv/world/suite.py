@@ -32,7 +32,7 @@ MakeSession = Callable[[World], Session]
 
 
 @dataclass(frozen=True)
-class Form:
+class Setting:
     """How tasks are given: their size in bytes, the dialect, and whether facts are struck out (a control)."""
 
     min_bytes: int = SMALLEST
@@ -41,7 +41,7 @@ class Form:
     blank: bool = False
 
     def task(self, seed: int, family: str | None) -> Task:
-        """The task of a seed in this form."""
+        """The task of a seed in this setting."""
         return make_task(seed, family, self.max_bytes, min_bytes=self.min_bytes, dialect=self.dialect)
 
 
@@ -54,7 +54,7 @@ def run_suite(
     max_turns: int = 24,
     prune_after: Any = None,
     on_result: Callable[[dict[str, Any]], None] | None = None,
-    form: Form | None = None,
+    setting: Setting | None = None,
     measure: Callable[[Any], dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Play each seed once in the family that it gives, or with `families` in each of these.
@@ -63,13 +63,13 @@ def run_suite(
     The answer has `success`, `n`, `interval` (Wilson, 95 %), `by_family` and `results`.
     """
     chosen = _chosen(seeds, families)
-    form = form or Form(max_bytes=max_bytes)
+    setting = setting or Setting(max_bytes=max_bytes)
     if concurrency < 1 or max_turns < 1:
         raise BadRequest("concurrency and max_turns are at least 1")
-    form.task(0, None)  # refuse a bad size before any session is made
+    setting.task(0, None)  # refuse a bad size before any session is made
 
     def one(case: tuple[int, str]) -> dict[str, Any]:
-        result = play(make_session, case, form, max_turns, prune_after, measure)
+        result = play(make_session, case, setting, max_turns, prune_after, measure)
         if on_result is not None:
             on_result(result)
         return result
@@ -99,17 +99,17 @@ def _chosen(seeds: Iterable[int], families: Sequence[str] | None) -> list[tuple[
 def play(
     make_session: MakeSession,
     case: tuple[int, str],
-    form: Form,
+    setting: Setting,
     max_turns: int = 24,
     prune_after: Any = None,
     measure: Callable[[Any], dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """One task with one session; whatever the session raises is a failure with its message."""
-    task = form.task(*case)
+    task = setting.task(*case)
     began = time.perf_counter()
     solved, error = False, None
     found: dict[str, Any] = {}
-    with World(task, form.dialect, form.blank) as world:
+    with World(task, setting.dialect, setting.blank) as world:
         try:
             session = make_session(world)
             try:

@@ -125,4 +125,4 @@ def test_options_as_text() -> None:
     with pytest.raises(BadRequest):
         lags_of("a")
     with pytest.raises(BadRequest, match="unknown dialect"):
-        _ = Condition((1,), dialect="x").form
+        _ = Condition((1,), dialect="x").setting
