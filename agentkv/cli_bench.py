@@ -22,39 +22,92 @@ def bench_root() -> None:
 def world(
     seeds: Annotated[str, typer.Option(help="Seeds: '7,8,9' or '0-199'.")] = "0-9",
     model: Annotated[str, typer.Option(help="'micro', a Hugging Face directory or a .gguf file.")] = "micro",
-    families: Annotated[str | None, typer.Option(help="Comma-separated families. Default: all.")] = None,
-    max_bytes: Annotated[int, typer.Option(help="Longest task, in bytes of conversation.")] = 8192,
-    prune_after: Annotated[int | None, typer.Option(help="Lag. Default: no pruning.")] = None,
+    families: Annotated[
+        str, typer.Option(help="Comma-separated, or all: each seed in each of them; seed: the one it gives.")
+    ] = "all",
+    dialect: Annotated[str, typer.Option(help="native, mini-swe-agent or openhands")] = "native",
+    length: Annotated[str, typer.Option(help="Bytes of conversation: 2K, 4K, 8K, 16K, 32K, or like 2048-8192.")] = "2048-8192",
+    lags: Annotated[
+        str, typer.Option(help="prune_after of every result: 'none' (never), '2', or several: 'none,0,2'.")
+    ] = "none",
+    keep: Annotated[str, typer.Option(help="drop or edges:N")] = "drop",
     mode: Annotated[str, typer.Option(help="in_place or rebuild")] = "in_place",
+    blank: Annotated[bool, typer.Option("--blank", help="Control: strike the wanted facts out of every result.")] = False,
+    window: Annotated[int | None, typer.Option(help="Control: attention to so many tokens and the task only.")] = None,
     concurrency: Annotated[int, typer.Option(help="Tasks played at once.")] = 1,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     out: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write success by lag as SVG to this file.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Let the model act in the agent world; success is the world's verdict on real files."""
-    from agentkv.bench.world import run_world
+    """Let the model act in the agent world; success is the world's verdict on real files.
 
-    result: dict[str, Any] = run_world(
-        seeds=parse_seeds(seeds),
-        model=model,
-        families=families.split(",") if families else None,
-        max_bytes=max_bytes,
-        prune_after=prune_after,
-        mode=mode,
-        concurrency=concurrency,
-        device=device,
-        tell=None if as_json else typer.echo,
-    )
+    With several lags the JSON is {"runs": [one result a lag]}.
+    """
+    from agentkv.bench.world import Condition, all_lags, lags_of, plot_of, sizes_of
+    from agentkv.world.task import FAMILIES
+
+    low, high = sizes_of(length)
+    named = {"all": tuple(FAMILIES), "seed": None}.get(families, tuple(families.split(",")))
+    given = Condition(tuple(parse_seeds(seeds)), named, dialect, low, high, None, keep, mode, blank, window)
+    runs = all_lags(model, device, given, lags_of(lags), concurrency, None if as_json else typer.echo)
+    result: dict[str, Any] = runs[0] if len(runs) == 1 else {"runs": runs}
     text = json.dumps(result)
     if out is not None:
         out.write_text(text + "\n")
+    if plot is not None:
+        plot.write_text(plot_of(runs))
     if as_json:
         typer.echo(text)
-    else:
-        low, high = result["interval"]
-        typer.echo(f"success {result['success']:.3f} ({low:.3f} to {high:.3f}), n = {result['n']}")
-        for name, row in result["by_family"].items():
+        return
+    for run in runs:
+        bottom, top = run["interval"]
+        lag = "" if len(runs) == 1 else f"lag {run['prune_after']}: "
+        typer.echo(f"{lag}success {run['success']:.3f} ({bottom:.3f} to {top:.3f}), n = {run['n']}")
+        for name, row in run["by_family"].items():
             typer.echo(f"  {name:8} {row['success']:.3f}, n = {row['n']}")
+
+
+@app.command("grid")
+def grid(
+    out: Annotated[Path, typer.Option(help="Folder of the cells' files; a cell whose file is there is not run again.")],
+    parts: Annotated[
+        str, typer.Option(help="dense, long, pruning, once, blank, window.")
+    ] = "dense,long,pruning,once,blank,window",
+    model: Annotated[str, typer.Option(help="'micro', a Hugging Face directory or a .gguf file.")] = "micro",
+    seeds: Annotated[int, typer.Option(help="Seeds of a dense condition; the other parts have fewer.")] = 200,
+    chunk: Annotated[int, typer.Option(help="Most tasks of one cell.")] = 200,
+    concurrency: Annotated[int, typer.Option(help="Tasks played at once.")] = 100,
+    seconds: Annotated[float, typer.Option(help="Start no further cell after that; run the command again to go on.")] = 1e9,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+) -> None:
+    """All grids of the model card and of docs/pruning.md, cell by cell; say the same command again to go on."""
+    from agentkv.bench.grid import run_grid
+
+    typer.echo(json.dumps(run_grid(out, parts, model, device, seeds, chunk, concurrency, seconds, typer.echo)))
+
+
+@app.command("pruning")
+def pruning(
+    out: Annotated[Path, typer.Option(help="Folder of the cells' files, as of `bench grid`.")],
+    doc: Annotated[Path | None, typer.Option(help="Write the page here, its chart and JSON beside it.")] = None,
+    model: Annotated[str, typer.Option(help="'micro', a Hugging Face directory or a .gguf file.")] = "micro",
+    seeds: Annotated[int, typer.Option(help="As of `bench grid`: a sixth of them for each family and condition.")] = 200,
+    concurrency: Annotated[int, typer.Option(help="Tasks played at once.")] = 100,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """The lag study: what pruning after a lag costs and frees, by family and way of pruning."""
+    from agentkv.bench import pruning as study
+    from agentkv.bench.grid import cells, run_cells
+    from agentkv.runtime import Runtime
+
+    todo = [cell for part in ("pruning", "once") for cell in cells(part, seeds, 200)]
+    if any(not (out / f"{cell.name}.json").exists() for cell in todo):
+        with Runtime(model, db=None, device=device) as runtime:
+            run_cells(runtime, todo, out, concurrency, 1e9, lambda line: None if as_json else typer.echo(line))
+    made = study.report(out) if doc is None else study.write(out, doc)
+    typer.echo(json.dumps(made) if as_json else study.markdown(made, "pruning.svg"))
 
 
 @app.command("constrained")

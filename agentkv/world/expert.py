@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 from agentkv.world.families import Round, Step
@@ -24,14 +25,21 @@ class Past(NamedTuple):
     code: int
 
 
-def next_step(round_: Round, history: Sequence[Past]) -> Step | None:
-    """The step to take now, or None when the round is finished (then the expert says `DONE`)."""
+def next_step(round_: Round, history: Sequence[Past], lost: AbstractSet[str] = frozenset()) -> Step | None:
+    """The step to take now, or None when the round is finished (then the expert says `DONE`).
+
+    `lost`: commands whose result is out of view and that may be run again; the one that is needed is.
+    """
     done = 0
     for past in history:
         if done < len(round_.steps):
             step = round_.steps[done]
             done += past == (step.command, step.code)
-    return round_.steps[done] if done < len(round_.steps) else None
+    if done == len(round_.steps):
+        return None
+    step = round_.steps[done]
+    missing = [command for command in step.needs if command in lost]
+    return Step(missing[0]) if missing else step
 
 
 def answer(task: Task, question: str) -> str:

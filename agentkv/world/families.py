@@ -13,18 +13,20 @@ from typing import Any
 from agentkv.world.programs import Check, Once, Program
 from agentkv.world.words import Fact, Names, below, fill, insert, pointer, prose, shuffle, star, value
 
-TURN = 84  # tokens of a tool call and its result around the command and the body
-ANSWER = TURN + len("echo 1234 > answer.txt") + 14  # the last command and the closing text
 POINTERS = 80  # a pointer line with its near misses
 
 
 @dataclass(frozen=True)
 class Step:
-    """One command of the plan, the exit status that completes it, and the bytes it copies."""
+    """One command of the plan, the exit status that completes it, and the bytes it copies.
+
+    `needs`: earlier commands whose last result it copies from; what the step before it showed needs no mention.
+    """
 
     command: str
     code: int = 0
     copies: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,16 @@ class Round:
 
 @dataclass
 class Draft:
-    """What a family builds.  `size` is the budget in bytes, without the head."""
+    """What a family builds.  `size` is the budget in bytes, without the head.
+
+    `turn`: tokens of a tool call and its result around the command and the output; `finish`: of handing in.
+    """
 
     rng: random.Random
     size: int
     training: bool
+    turn: int = 84
+    finish: int = 0
     files: dict[str, str] = field(default_factory=dict)
     programs: dict[str, Program] = field(default_factory=dict)
     rounds: list[Round] = field(default_factory=list)
@@ -51,6 +58,11 @@ class Draft:
 
     def __post_init__(self) -> None:
         self.names = Names(self.rng)
+
+    @property
+    def ending(self) -> int:
+        """Tokens of the last command, of handing in and of the closing text."""
+        return self.turn + len("echo 1234 > answer.txt") + self.finish + 14
 
     def program(self, path: str, program: Program) -> None:
         """Add a file that may be run."""
@@ -66,9 +78,9 @@ class Draft:
         self.facts.extend((index, fact) for fact in facts)
 
 
-def echo(answer: str) -> Step:
+def echo(answer: str, *needs: str) -> Step:
     """The last step of a round."""
-    return Step(f"echo {answer} > answer.txt", copies=tuple(answer.split()))
+    return Step(f"echo {answer} > answer.txt", copies=tuple(answer.split()), needs=needs)
 
 
 def cat(name: str) -> Step:
@@ -93,11 +105,11 @@ def chase(draft: Draft) -> None:
     """Each file names the next; the last is searched for a key that only the request names."""
     rng, names = draft.rng, draft.names
     key, data = names.fresh(), names.fresh()
-    left = draft.size - 110 - (TURN + 110) - ANSWER
+    left = draft.size - 110 - (draft.turn + 110) - draft.ending
     options = (2, 3, 4, 5, 6, 7) if draft.training else (3, 4, 5, 6, 7)
-    count = fits(rng, options, left, TURN + POINTERS + 110)
+    count = fits(rng, options, left, draft.turn + POINTERS + 110)
     chain = [names.fresh() for _ in range(count)]
-    sizes = shares(rng, left - count * (TURN + 12 + POINTERS), count)
+    sizes = shares(rng, left - count * (draft.turn + 12 + POINTERS), count)
     for i, name in enumerate(chain):
         lines, facts = fill(names, sizes[i])
         follows, word = (chain[i + 1], "next") if i + 1 < count else (data, "last")
@@ -147,7 +159,7 @@ def _chase_again(draft: Draft) -> None:
 def once(draft: Draft) -> None:
     """A script prints codes one time only; some results later a file says which one is wanted."""
     rng, names = draft.rng, draft.names
-    fixed = 150 + 2 * (TURN + 12) + POINTERS + ANSWER
+    fixed = 150 + 2 * (draft.turn + 12) + POINTERS + draft.ending
     groups = 8
     if draft.training and rng.random() < 0.5:
         groups = max(2, min(8, (draft.size - fixed - 200) // 72))
@@ -160,17 +172,17 @@ def once(draft: Draft) -> None:
     bases = [fact for fact in facts if fact.base]
     wanted = bases[below(rng, len(bases))]
     left = draft.size - fixed
-    lag = fits(rng, (1, 2, 3, 5, 9), left, TURN + POINTERS + 126)
+    lag = fits(rng, (1, 2, 3, 5, 9), left, draft.turn + POINTERS + 126)
     chain = [names.fresh() for _ in range(lag + 1)]
-    sizes = shares(rng, left - lag * (TURN + 12 + POINTERS), lag)
+    sizes = shares(rng, left - lag * (draft.turn + 12 + POINTERS), lag)
     for i in range(lag):
         lines, more = fill(names, sizes[i])
         pointer(names, lines, f"next {chain[i + 1]}.txt", chain[i + 1], ".txt")
         draft.text(f"{chain[i]}.txt", lines)
         draft.shows(i + 1, more)
-    _want_file(draft, chain[-1], wanted.name)
+    want_file(draft, chain[-1], wanted.name)
     answer = f"{wanted.name} {wanted.value}"
-    steps = [Step("sh once.sh"), *map(cat, chain), echo(answer)]
+    steps = [Step("sh once.sh"), *map(cat, chain), echo(answer, "sh once.sh")]
     prompt = (
         f"Run sh once.sh; it prints codes and deletes itself. Then start at {chain[0]}.txt; follow next."
         " Answer: the name after want and its code."
@@ -179,15 +191,21 @@ def once(draft: Draft) -> None:
     draft.answer = answer
     draft.metadata.update(lag=lag, wanted=wanted.name)
     if draft.training:
-        for _ in range(below(rng, 5)):
-            other = facts[below(rng, len(facts))]
-            name = names.fresh()
-            _want_file(draft, name, other.name)
-            again = f"Start at {name}.txt; follow next. Answer: the name after want and its code."
-            draft.rounds.append(Round(again, (cat(name), echo(f"{other.name} {other.value}"))))
+        want_again(draft, facts, "sh once.sh")
 
 
-def _want_file(draft: Draft, path: str, wanted: str) -> None:
+def want_again(draft: Draft, facts: list[Fact], shown_by: str) -> None:
+    """Training form: further requests for a record of `facts`, which the command `shown_by` printed."""
+    rng = draft.rng
+    for _ in range(below(rng, 5)):
+        other = facts[below(rng, len(facts))]
+        name = draft.names.fresh()
+        want_file(draft, name, other.name)
+        again = f"Start at {name}.txt; follow next. Answer: the name after want and its code."
+        draft.rounds.append(Round(again, (cat(name), echo(f"{other.name} {other.value}", shown_by))))
+
+
+def want_file(draft: Draft, path: str, wanted: str) -> None:
     """A short file that names `wanted`; its near misses of that name are already records."""
     rng = draft.rng
     near = [n for n in sorted(draft.names.used) if sum(a != b for a, b in zip(n, wanted, strict=True)) == 1]
@@ -204,12 +222,15 @@ def repair(draft: Draft) -> None:
     fixes = 1 + (below(rng, 4) if draft.training else 0)
     spec_stars = [star(names, 7) for _ in range(max(2, fixes) if draft.training else 2)]
     module = 250
-    fixed = 130 + 5 * TURN + 150 + ANSWER + (fixes - 1) * 2 * (TURN + 60)
+    fixed = 130 + 5 * draft.turn + 150 + draft.ending + (fixes - 1) * 2 * (draft.turn + 60)
     fixed += len(spec_stars) * 63 + 10 + module
     left = draft.size - fixed
-    lag = fits(rng, (1, 2, 3, 4, 5), left, TURN + POINTERS + 126)
+    lag = fits(rng, (1, 2, 3, 4, 5), left, draft.turn + POINTERS + 126)
     chain = [names.fresh() for _ in range(lag)]
-    sizes = shares(rng, left - (lag - 1) * (TURN + 12 + POINTERS), lag + 1)
+    sizes = shares(rng, left - (lag - 1) * (draft.turn + 12 + POINTERS), lag + 1)
+    if draft.size > 8192:  # a module has at most 4,000 bytes; what is left over goes to the texts
+        over = max(0, module + sizes[lag] - 4000) // lag
+        sizes = [*(size + over for size in sizes[:lag]), sizes[lag]]
     spec = [fact for group in spec_stars for fact in group]
     for i, name in enumerate(chain):
         lines, facts = fill(names, sizes[i])
@@ -228,9 +249,9 @@ def repair(draft: Draft) -> None:
     draft.program("t.py", Check.of(draft.files["m.py"], {f"lim_{f.name}": f.value for f in wrong}))
     steps = [*map(cat, chain), Step("cat m.py"), Step("python3 t.py", 1)]
     for i, fact in enumerate(wrong):
-        steps.append(_fix(fact, old[i]))
+        steps.append(_fix(fact, old[i], chain[0]))
         steps.append(Step("python3 t.py", int(i + 1 < fixes)))
-    steps.append(echo(wrong[-1].value))
+    steps.append(echo(wrong[-1].value))  # the sed before it has the value
     prompt = (
         f"Start at {chain[0]}.txt, the spec; follow next. Then make python3 t.py pass: edit m.py as in the spec."
         " Answer: the new value."
@@ -240,10 +261,10 @@ def repair(draft: Draft) -> None:
     draft.metadata.update(lag=lag, fixes=fixes)
 
 
-def _fix(fact: Fact, old: str) -> Step:
+def _fix(fact: Fact, old: str, spec: str) -> Step:
     name = f"lim_{fact.name}"
     command = f"sed -i 's/^{name} = {old}$/{name} = {fact.value}/' m.py"
-    return Step(command, copies=(fact.name, old, fact.value))
+    return Step(command, copies=(fact.name, old, fact.value), needs=(f"cat {spec}.txt",))
 
 
 def _module(draft: Draft, size: int, wrong: list[Fact]) -> list[str]:

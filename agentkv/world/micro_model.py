@@ -35,6 +35,12 @@ class MicroConfig:
     context: int = tokens.CONTEXT
 
 
+def visible(gone: Tensor) -> Tensor:
+    """`[batch, 1, queries, keys]` bool: query q sees key k while `k <= q < gone[k]`; `gone` `[batch, length]` int."""
+    at = torch.arange(gone.shape[1], device=gone.device)
+    return ((at <= at[:, None]) & (at[:, None] < gone[:, None]))[:, None]
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm with a learnt scale, computed in fp32."""
 
@@ -81,8 +87,8 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.eps)
         self.k_norm = RMSNorm(config.head_dim, config.eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Attention over `x` `[batch, length, hidden]`."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Tensor | None = None) -> Tensor:
+        """Attention over `x` `[batch, length, hidden]`; `seen` `[batch, 1, length, length]` replaces the causal mask."""
         batch, length, _ = x.shape
         c = self.config
         q = self.q_norm(self.q_proj(x).view(batch, length, c.heads, c.head_dim)).transpose(1, 2)
@@ -93,7 +99,7 @@ class Attention(nn.Module):
         repeat = c.heads // c.kv_heads
         k = k.repeat_interleave(repeat, dim=1)
         v = v.repeat_interleave(repeat, dim=1)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None)
         return cast(Tensor, self.o_proj(out.transpose(1, 2).reshape(batch, length, -1)))
 
 
@@ -121,9 +127,9 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden, config.eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Tensor | None = None) -> Tensor:
         """Attention and MLP, each added to the residual stream."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, seen)
         return cast(Tensor, x + self.mlp(self.post_attention_layernorm(x)))
 
 
@@ -150,14 +156,14 @@ class Micro(nn.Module):
             else:
                 nn.init.normal_(p, std=p.shape[1] ** -0.5)
 
-    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Final hidden states `[batch, length, hidden]`."""
+    def forward(self, ids: Tensor, positions: Tensor, seen: Tensor | None = None) -> Tensor:
+        """Final hidden states `[batch, length, hidden]`; `seen` is a mask as `visible` makes it."""
         x = self.embed_tokens(ids)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         cos, sin = rope(positions, self.config)
         for layer in self.layers:
-            x = layer(x, cos, sin)
+            x = layer(x, cos, sin, seen)
         return cast(Tensor, self.norm(x))
 
     def logits(self, hidden: Tensor) -> Tensor:

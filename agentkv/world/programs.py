@@ -1,4 +1,4 @@
-"""The two programs that a world may run: each has a source text and a twin in plain Python.
+"""The programs that a world may run: each has a source text and a twin in plain Python.
 
 The source is what the real interpreter runs; `run` is what the simulator answers.  A test
 holds the two equal.
@@ -62,6 +62,38 @@ class Once:
         """Print the lines and remove the file."""
         del files[self.name]
         return "".join(line + "\n" for line in self.lines), 0
+
+
+@dataclass(frozen=True)
+class Show:
+    """A shell script that prints some lines, as often as it is run."""
+
+    lines: tuple[str, ...]
+
+    def source(self) -> str:
+        """The file's text."""
+        return "cat <<'END'\n" + "".join(line + "\n" for line in self.lines) + "END\n"
+
+    def run(self, path: str, files: MutableMapping[str, str]) -> tuple[str, int]:
+        """Print the lines."""
+        return "".join(line + "\n" for line in self.lines), 0
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """A shell script that replaces the text of `target`."""
+
+    target: str
+    lines: tuple[str, ...]
+
+    def source(self) -> str:
+        """The file's text."""
+        return f"cat > {self.target} <<'END'\n" + "".join(line + "\n" for line in self.lines) + "END\n"
+
+    def run(self, path: str, files: MutableMapping[str, str]) -> tuple[str, int]:
+        """Write the file and print nothing."""
+        files[self.target] = "".join(line + "\n" for line in self.lines)
+        return "", 0
 
 
 @dataclass(frozen=True)

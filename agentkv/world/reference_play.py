@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from agentkv.world.dialect import NATIVE, Dialect
 from agentkv.world.env import World
 from agentkv.world.task import make_task
 
@@ -38,22 +39,22 @@ def play_with_transformers(
     dtype: torch.dtype = torch.float32,
     family: str | None = None,
     followups: bool = False,
+    dialect: Dialect = NATIVE,
 ) -> bool:
     """The world's verdict after the model's own greedy commands on one evaluation seed.
 
     With `followups`, every follow-up question must be answered rightly as well.
     """
     tokenizer, model = _load(str(model_dir), device, dtype)
-    task = make_task(seed, family, max_bytes)
-    with World(task) as world:
+    task = make_task(seed, family, max_bytes, dialect=dialect)
+    with World(task, dialect) as world:
         talk = _Talk(tokenizer, model, world)
-        talk.user(task.prompt)
+        talk.user(world.prompt)
         for _ in range(max_turns):
-            text = talk.turn()
-            command = command_of(text)
-            if command is None:
+            body = answer_of(talk.turn(), world)
+            if body is None:
                 break
-            talk.result(world.bash(command))
+            talk.result(body)
         good = world.verdict()
         for item in task.followups if followups else ():
             talk.user(item.question)
@@ -61,16 +62,26 @@ def play_with_transformers(
         return good
 
 
-def command_of(text: str) -> str | None:
-    """The command of a turn's tool call; None when the turn has none that can be read."""
+def call_of(text: str) -> tuple[str, dict[str, str]] | None:
+    """Tool and arguments of a turn's call; None when the turn has none that can be read."""
     found = _CALL.search(text)
-    if found is None:
-        return None
     try:
-        command = json.loads(found[1])["arguments"]["command"]
+        made = json.loads(found[1]) if found else {}
+        name, arguments = made["name"], dict(made["arguments"])
     except (ValueError, KeyError, TypeError):
         return None
-    return command if isinstance(command, str) else None
+    return (name, arguments) if all(isinstance(value, str) for value in arguments.values()) else None
+
+
+def answer_of(text: str, world: World) -> str | None:
+    """What a turn's tool call gives in the world; None when there is no call that it can run."""
+    made = call_of(text)
+    tools = {tool.name: tool.function for tool in world.tools}
+    run = tools.get(made[0]) if made else None
+    try:
+        return str(run(**made[1])) if run and made else None
+    except TypeError:
+        return None
 
 
 class _Talk:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from agentkv.world import tokens
@@ -21,11 +22,15 @@ COPIED = 4.0
 
 @dataclass
 class Ids:
-    """A growing token sequence with its weights and the spans of tool-result bodies."""
+    """A growing token sequence with its weights and the spans of tool-result bodies.
+
+    `gone` is `(start, end, at)`: tokens `start` to `end` are no longer seen by queries from `at` on.
+    """
 
     ids: list[int] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
     bodies: list[tuple[int, int]] = field(default_factory=list)
+    gone: list[tuple[int, int, int]] = field(default_factory=list)
 
     def add(self, ids: Sequence[int], weight: float = BACKGROUND) -> None:
         """Append tokens with one weight."""
@@ -54,10 +59,11 @@ def result(out: Ids, body: str) -> None:
     out.add([10, tokens.END_RESPONSE, tokens.IM_END, 10])
 
 
-def call(out: Ids, command: str, copies: Sequence[str], weight: float = ASSISTANT) -> None:
-    """An assistant turn that runs `command`; the bytes of `copies` weigh more."""
-    arguments = json.dumps({"command": command}, ensure_ascii=False)
-    text = f'\n{{"name": "bash", "arguments": {arguments}}}\n'
+def call(out: Ids, made: dict[str, Any], copies: Sequence[str], weight: float = ASSISTANT) -> None:
+    """An assistant turn with one tool call (OpenAI form); the bytes of `copies` in the command weigh more."""
+    function = made["function"]
+    arguments = json.dumps(function["arguments"], ensure_ascii=False)
+    text = f'\n{{"name": "{function["name"]}", "arguments": {arguments}}}\n'
     _assistant(out, [tokens.CALL, *tokens.plain(text), tokens.END_CALL], text, 1, copies, weight)
 
 
@@ -81,8 +87,28 @@ def _assistant(out: Ids, ids: list[int], words: str, shift: int, copies: Sequenc
     out.add([10])
 
 
+@cache
 def head_size(dialect: Dialect) -> int:
     """Tokens of the dialect's system block."""
     out = Ids()
     head(out, dialect.system, dialect.tools)
+    return len(out.ids) + len(dialect.prompt(""))
+
+
+@cache
+def turn_size(dialect: Dialect) -> int:
+    """Tokens of a call and its result around the command and the output."""
+    out = Ids()
+    call(out, dialect.call(""), ())
+    result(out, dialect.body("", 0))
+    return len(out.ids)
+
+
+@cache
+def finish_size(dialect: Dialect) -> int:
+    """Tokens of the call that hands the work in, with its result."""
+    out = Ids()
+    if (finish := dialect.finish()) is not None:
+        call(out, finish[0], ())
+        result(out, finish[1])
     return len(out.ids)

@@ -1,56 +1,61 @@
 """Teacher-forced scores: is every assistant token right when the expert's history is given?
 
 A task counts when all assistant tokens of the request are right, which makes the greedy run
-the expert's.  Follow-up questions are counted apart.
+the expert's.  Follow-up questions are counted apart.  Results lie in a table by dialect,
+family and length.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from agentkv.world import trajectory
+from agentkv.world.dialect import DIALECTS
 from agentkv.world.micro_model import Micro
-from agentkv.world.task import FAMILIES, make_task
+from agentkv.world.samples import Sample, sample
+from agentkv.world.task import FAMILIES
 
-BUCKETS = {"2K": (2048, 3000), "4K": (4000, 5000), "8K": (7000, 8192)}
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Ids of an episode with follow-ups; `judged` are (index, question number or -1)."""
-
-    ids: list[int]
-    judged: list[tuple[int, int]]
+BUCKETS = {"2K": (2048, 3000), "4K": (4000, 5000), "8K": (7000, 8192), "16K": (14_000, 16_384)}
+REPORTED = {**BUCKETS, "32K": (28_000, 32_768)}  # the longest is reported, not promised
+TOKENS = 262_144  # of one forward pass
 
 
-def sample(seed: int, family: str, low: int, high: int) -> Sample:
-    """The expert's episode of an evaluation seed."""
-    task = make_task(seed, family, high, min_bytes=low)
-    events = trajectory.play(task).events
-    cut = len(trajectory.encode(events).ids)
-    trajectory.ask(events, task.followups)
-    out = trajectory.encode(events)
-    judged: list[tuple[int, int]] = []
-    question = -1
-    for i, weight in enumerate(out.weights):
-        if i >= cut and weight >= 1 and out.weights[i - 1] < 1:
-            question += 1
-        if weight >= 1:
-            judged.append((i, question))
-    return Sample(out.ids, judged)
+class Cell(NamedTuple):
+    """One cell of the table with the seeds that fill it."""
+
+    dialect: str
+    family: str
+    bucket: str
+    seeds: range
+
+
+def cells(seeds: int, first: int, buckets: Iterable[str] | None = None) -> list[Cell]:
+    """All cells, each over `seeds` evaluation seeds from `first` on; a quarter of them at the longest length."""
+    found = []
+    for bucket in BUCKETS if buckets is None else buckets:
+        count = seeds if bucket in BUCKETS else max(1, seeds // 4)
+        found += [Cell(d, f, bucket, range(first, first + count)) for d in DIALECTS for f in FAMILIES]
+    return found
+
+
+def samples(cell: Cell) -> list[Sample]:
+    """The expert's episodes of a cell."""
+    low, high = REPORTED[cell.bucket]
+    return [sample(seed, cell.family, low, high, DIALECTS[cell.dialect]) for seed in cell.seeds]
 
 
 @torch.no_grad()
-def predictions(model: Micro, rows: list[list[int]]) -> torch.Tensor:
+def predictions(model: Micro, rows: list[NDArray[np.uint16]]) -> torch.Tensor:
     """The likeliest next token at each place of padded rows, `[rows, length]` on the CPU."""
     device = model.embed_tokens.weight.device
     length = max(map(len, rows))
     ids = torch.zeros(len(rows), length, dtype=torch.long)
     for i, row in enumerate(rows):
-        ids[i, : len(row)] = torch.tensor(row)
+        ids[i, : len(row)] = torch.from_numpy(row.astype("int64"))
     positions = torch.arange(length, device=device).expand(len(rows), -1)
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
         hidden = model(ids.to(device), positions)
@@ -64,25 +69,43 @@ def judge(item: Sample, best: list[int]) -> tuple[bool, int, int]:
     return -1 not in wrong, len(asked - wrong), len(asked)
 
 
-def score(model: Micro, seeds: int, first: int = 0, rows: int = 16, families: list[str] | None = None) -> dict[str, Any]:
-    """Scores by family and length over `seeds` evaluation seeds from `first` on."""
+def score(model: Micro, chosen: list[Cell], filled: Iterable[list[Sample]] | None = None) -> dict[str, Any]:
+    """Scores by dialect, family and length; `filled` are the samples of each cell, where they are made elsewhere."""
     table: dict[str, Any] = {}
-    for family in families or FAMILIES:
-        table[family] = {}
-        for bucket, (low, high) in BUCKETS.items():
-            items = [sample(first + s, family, low, high) for s in range(seeds)]
-            good = right = asked = 0
-            for at in range(0, len(items), rows):
-                part = items[at : at + rows]
-                best = predictions(model, [item.ids for item in part]).tolist()
-                for item, line in zip(part, best, strict=True):
-                    task, hits, questions = judge(item, line)
-                    good, right, asked = good + task, right + hits, asked + questions
-            table[family][bucket] = {"success": good / seeds, "followups": right / max(asked, 1), "n": seeds}
+    for cell, items in zip(chosen, filled or map(samples, chosen), strict=True):
+        good = right = asked = 0
+        for part in _parts(items):
+            best = predictions(model, [item.ids for item in part]).tolist()
+            for item, line in zip(part, best, strict=True):
+                task, hits, questions = judge(item, line)
+                good, right, asked = good + task, right + hits, asked + questions
+        row = table.setdefault(cell.dialect, {}).setdefault(cell.family, {})
+        row[cell.bucket] = {"success": good / len(items), "followups": right / max(asked, 1), "n": len(items)}
     return table
 
 
+def _parts(items: list[Sample]) -> Iterator[list[Sample]]:
+    """Items in groups that one pass can take."""
+    rows = max(1, TOKENS // max(len(item.ids) for item in items))
+    for at in range(0, len(items), rows):
+        yield items[at : at + rows]
+
+
 def lowest(table: dict[str, Any]) -> tuple[float, float]:
-    """The smallest and the mean success of a table, for choosing among checkpoints."""
-    values = [cell["success"] for family in table.values() for cell in family.values()]
+    """The smallest and the mean success of a table (without the longest), for choosing among checkpoints."""
+    values = [
+        cell["success"]
+        for families in table.values()
+        for family in families.values()
+        for bucket, cell in family.items()
+        if bucket in BUCKETS
+    ]
     return min(values), sum(values) / len(values)
+
+
+def short(table: dict[str, Any]) -> dict[str, Any]:
+    """The table's success rates alone, for a log line: a list by length for each dialect and family."""
+    return {
+        d: {f: [round(cell["success"], 3) for cell in family.values()] for f, family in families.items()}
+        for d, families in table.items()
+    }

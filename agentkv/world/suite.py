@@ -6,11 +6,13 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from agentkv.errors import BadRequest
+from agentkv.world.dialect import NATIVE, Dialect
 from agentkv.world.env import World
-from agentkv.world.task import EVALUATION_SEEDS, FAMILIES, family_of, make_task
+from agentkv.world.task import EVALUATION_SEEDS, FAMILIES, SMALLEST, Task, family_of, make_task
 
 
 class Session(Protocol):
@@ -29,6 +31,20 @@ class Session(Protocol):
 MakeSession = Callable[[World], Session]
 
 
+@dataclass(frozen=True)
+class Setting:
+    """How tasks are given: their size in bytes, the dialect, and whether facts are struck out (a control)."""
+
+    min_bytes: int = SMALLEST
+    max_bytes: int = 8192
+    dialect: Dialect = NATIVE
+    blank: bool = False
+
+    def task(self, seed: int, family: str | None) -> Task:
+        """The task of a seed in this setting."""
+        return make_task(seed, family, self.max_bytes, min_bytes=self.min_bytes, dialect=self.dialect)
+
+
 def run_suite(
     make_session: MakeSession,
     seeds: Iterable[int],
@@ -38,18 +54,22 @@ def run_suite(
     max_turns: int = 24,
     prune_after: Any = None,
     on_result: Callable[[dict[str, Any]], None] | None = None,
+    setting: Setting | None = None,
+    measure: Callable[[Any], dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Play each seed once; `families` keeps only the seeds of some families.
+    """Play each seed once in the family that it gives, or with `families` in each of these.
 
+    `measure` adds what it finds in a played session to its result.
     The answer has `success`, `n`, `interval` (Wilson, 95 %), `by_family` and `results`.
     """
     chosen = _chosen(seeds, families)
+    setting = setting or Setting(max_bytes=max_bytes)
     if concurrency < 1 or max_turns < 1:
         raise BadRequest("concurrency and max_turns are at least 1")
-    make_task(0, max_bytes=max_bytes)  # refuse a bad size before any session is made
+    setting.task(0, None)  # refuse a bad size before any session is made
 
-    def one(seed: int) -> dict[str, Any]:
-        result = play_seed(make_session, seed, max_bytes, max_turns, prune_after)
+    def one(case: tuple[int, str]) -> dict[str, Any]:
+        result = play(make_session, case, setting, max_turns, prune_after, measure)
         if on_result is not None:
             on_result(result)
         return result
@@ -62,45 +82,57 @@ def run_suite(
     return summary(results)
 
 
-def _chosen(seeds: Iterable[int], families: Sequence[str] | None) -> list[int]:
+def _chosen(seeds: Iterable[int], families: Sequence[str] | None) -> list[tuple[int, str]]:
     unknown = [name for name in families or () if name not in FAMILIES]
     if unknown:
         raise BadRequest(f"unknown family {unknown[0]!r}; known: {', '.join(FAMILIES)}")
-    chosen = [seed for seed in seeds if not families or family_of(seed) in families]
-    if not chosen:
+    given = list(seeds)
+    if not given:
         raise BadRequest("no seeds to play")
-    if not all(0 <= seed < EVALUATION_SEEDS for seed in chosen):
+    if not all(0 <= seed < EVALUATION_SEEDS for seed in given):
         raise BadRequest(f"evaluation seeds are 0 to {EVALUATION_SEEDS - 1}")
-    return chosen
+    if not families:
+        return [(seed, family_of(seed)) for seed in given]
+    return [(seed, family) for family in families for seed in given]
 
 
-def play_seed(
-    make_session: MakeSession, seed: int, max_bytes: int = 8192, max_turns: int = 24, prune_after: Any = None
+def play(
+    make_session: MakeSession,
+    case: tuple[int, str],
+    setting: Setting,
+    max_turns: int = 24,
+    prune_after: Any = None,
+    measure: Callable[[Any], dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """One task with one session; whatever the session raises is a failure with its message."""
-    task = make_task(seed, max_bytes=max_bytes)
+    task = setting.task(*case)
     began = time.perf_counter()
     solved, error = False, None
-    with World(task) as world:
+    found: dict[str, Any] = {}
+    with World(task, setting.dialect, setting.blank) as world:
         try:
             session = make_session(world)
             try:
-                session.add_user(task.prompt)
+                session.add_user(world.prompt)
                 session.run(max_turns=max_turns, prune_after=prune_after)
+                found = measure(session) if measure else {}
             finally:
                 session.close()
             solved = world.verdict()
         except Exception as caught:  # noqa: BLE001 - the suite goes on with the next seed
             error = f"{type(caught).__name__}: {caught}"
-        commands = len(world.history)
+        commands, rereads = len(world.history), world.rereads()
     return {
-        "seed": seed,
+        "seed": task.seed,
         "family": task.family,
         "bytes": task.metadata["bytes"],
+        "lag": task.metadata.get("lag"),
         "solved": solved,
         "commands": commands,
+        "rereads": rereads,
         "seconds": round(time.perf_counter() - began, 3),
         "error": error,
+        **found,
     }
 
 

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from agentkv.world import families
-from agentkv.world.dialect import NATIVE
+from agentkv.world import families, lookups
+from agentkv.world.dialect import NATIVE, Dialect
 from agentkv.world.families import Draft, Round
 from agentkv.world.programs import Program
-from agentkv.world.render import head_size
+from agentkv.world.render import finish_size, head_size, turn_size
 from agentkv.world.words import below
 
 EVALUATION_SEEDS = 1_000_000
@@ -23,10 +23,14 @@ FAMILIES: dict[str, Callable[[Draft], None]] = {
     "chase": families.chase,
     "once": families.once,
     "repair": families.repair,
+    "join": lookups.join,
+    "update": lookups.update,
+    "again": lookups.again,
 }
+BY_SEED = ("chase", "once", "repair")  # the families that a seed alone can give
 SMALLEST = 2048
-LARGEST = 16_384
-_HEAD = head_size(NATIVE)
+LARGEST = 32_768
+SLACK = 9  # tokens a turn beyond its frames: error texts and the like
 
 
 class Followup(NamedTuple):
@@ -58,8 +62,8 @@ class Task:
 
 
 def family_of(seed: int) -> str:
-    """The family of a seed; any run of three seeds has each family once."""
-    return list(FAMILIES)[seed % len(FAMILIES)]
+    """The family of a seed; any run of three seeds has each of them once."""
+    return BY_SEED[seed % len(BY_SEED)]
 
 
 def make_task(
@@ -68,8 +72,9 @@ def make_task(
     max_bytes: int = 8192,
     training: bool = False,
     min_bytes: int = SMALLEST,
+    dialect: Dialect = NATIVE,
 ) -> Task:
-    """The task of `seed`: its whole conversation has about `min_bytes` to `max_bytes` bytes."""
+    """The task of `seed`: its whole conversation in `dialect` has about `min_bytes` to `max_bytes` bytes."""
     if training == (seed < EVALUATION_SEEDS):
         raise ValueError(f"seed {seed}: seeds below {EVALUATION_SEEDS} are for evaluation only, others for training")
     if seed < 0 or max_bytes > LARGEST or max_bytes < min_bytes:
@@ -81,7 +86,7 @@ def make_task(
         raise ValueError(f"unknown family {name!r}; known: {', '.join(FAMILIES)}")
     rng = random.Random(seed)
     size = round(math.exp(math.log(min_bytes) + rng.random() * math.log(max_bytes / min_bytes)))
-    draft = Draft(rng, size - _HEAD, training)
+    draft = Draft(rng, size - head_size(dialect), training, turn_size(dialect) + SLACK, finish_size(dialect))
     FAMILIES[name](draft)
     return _finish(seed, name, draft, size)
 

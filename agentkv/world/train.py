@@ -1,6 +1,7 @@
-"""Train `micro`: `python -m agentkv.world.train --out DIR --minutes 13.5`.
+"""Train `micro`: `python -m agentkv.world.train --out DIR --minutes 16`.
 
-`--resume` goes on from `DIR/state.pt`; `--init FOLDER` trains exported weights further.
+`--resume` goes on from `DIR/state.pt`; `--init FOLDER` trains exported weights further; `--no-prune` trains the twin that
+never saw a pruned body.
 
 Writes `DIR/state.pt` (to resume), `DIR/log.jsonl`, `DIR/scores.json` and the best of the last
 checkpoints as a Hugging Face folder, `DIR/best`.  Needs torch, numpy and safetensors.
@@ -10,13 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing as mp
 import os
 import random
 import time
-from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,79 +24,22 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from agentkv.world import curriculum, score
-from agentkv.world.curriculum import KINDS, STAGES, Batch, Stage
-from agentkv.world.micro_model import Micro, MicroConfig, describe, export, load
+from agentkv.world.backends import check_masked_attention, faster_attention
+from agentkv.world.curriculum import KINDS, Batch, Stage
+from agentkv.world.feed import Feed, Options
+from agentkv.world.micro_model import Micro, describe, export, load, visible
 from agentkv.world.muon import Muon
+from agentkv.world.samples import Sample
 
 GATE = 0.99
-EVALUATE_AT = (0.28, 0.52, 0.75, 0.88, 0.95, 0.98)
+EVALUATE_AT = (0.45, 0.75, 0.88, 0.94, 0.98)
 CHOOSING = 900_000  # evaluation seeds for choosing a checkpoint; reports use others
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the command line sets."""
-
-    out: Path
-    minutes: float = 13.5
-    device: str = "cpu"
-    seed: int = 1
-    batch_tokens: int = 131_072
-    workers: int = 0
-    compile: bool = False
-    resume: bool = False
-    init: Path | None = None
-    eval_seeds: int = 64
-    final_seeds: int = 200
-    max_steps: int = 10**9
-    decay: float = 0.35
-    model: MicroConfig = field(default_factory=MicroConfig)
-    stages: tuple[Stage, ...] = STAGES
 
 
 def learning_rate(fraction: float, step: int, decay: float = 0.35) -> float:
     """The factor on both learning rates: 100 steps up, then flat, down over the last `decay` of the run."""
     down = min(1.0, max(0.01, (1.0 - fraction) / decay))
     return min(1.0, (step + 1) / 100) * down
-
-
-def _produce(queue: Any, progress: Any, options: Options, worker: int) -> None:
-    """A worker process: batches for the stage of the moment, for ever."""
-    with suppress(OSError):
-        os.nice(10)
-    rng = random.Random(f"{options.seed}/{worker}/{time.time_ns()}")
-    while True:
-        queue.put(curriculum.batch(rng, curriculum.stage_at(progress.value, options.stages), options.batch_tokens))
-
-
-class Feed:
-    """Batches from worker processes, or made in place without workers."""
-
-    def __init__(self, options: Options) -> None:
-        self.options = options
-        context = mp.get_context("fork")
-        self.progress = context.Value("d", 0.0, lock=False)
-        self.rng = random.Random(options.seed)
-        self.queue: Any = context.Queue(maxsize=24)
-        self.processes = [
-            context.Process(target=_produce, args=(self.queue, self.progress, options, i), daemon=True)
-            for i in range(options.workers)
-        ]
-        for process in self.processes:
-            process.start()
-
-    def __iter__(self) -> Iterator[Batch]:
-        while True:
-            if self.processes:
-                yield self.queue.get(timeout=120)
-            else:
-                stage = curriculum.stage_at(self.progress.value, self.options.stages)
-                yield curriculum.batch(self.rng, stage, self.options.batch_tokens)
-
-    def close(self) -> None:
-        """Stop the workers."""
-        for process in self.processes:
-            process.terminate()
 
 
 def loss_of(embedding: Tensor, hidden: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,7 +54,7 @@ class Trainer:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.feed = Feed(options)  # before CUDA starts: the workers are forked
+        self.feed = Feed(options, self._saved_fraction())  # before CUDA starts: the workers are forked
         torch.manual_seed(options.seed)
         self.model = Micro(options.model).to(options.device)
         if options.init is not None:
@@ -125,14 +67,27 @@ class Trainer:
         self.passed = options.init is not None  # exported weights have passed the gate
         self.recent = 0.0
         self.evaluated = 0.0
+        self.choosing: list[list[Sample]] = []
+        self.masks = True
         self._optimisers()
         self.options.out.mkdir(parents=True, exist_ok=True)
         if options.compile:
             self._compile()
+            self.warm_up()
+
+    def _saved_fraction(self) -> float:
+        """How far the run to be resumed had come, so that the first batches are of the right stage."""
+        saved = self.options.out / "state.pt"
+        if not (self.options.resume and saved.exists()):
+            return 0.0
+        spent: float = torch.load(saved, map_location="cpu", weights_only=True, mmap=True)["spent"]
+        return min(1.0, spent / (60 * self.options.minutes))
 
     def _compile(self) -> None:
         torch._dynamo.config.recompile_limit = 64
+        torch._dynamo.config.accumulated_recompile_limit = 1024
         faster_attention()
+        check_masked_attention()
         for layer in self.model.layers:
             layer.compile(dynamic=False)
         self.loss = torch.compile(loss_of, dynamic=False)
@@ -147,26 +102,52 @@ class Trainer:
         """How much of the time is spent."""
         return min(1.0, self.spent / (60 * self.options.minutes))
 
-    def update(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """One optimiser step; returns the loss, which predictions were right, and the weights."""
+    def warm_up(self) -> None:
+        """Compile every shape of the schedule before the clock starts; a mask that does not run here is left out."""
+        for length, masked in curriculum.shapes(self.options.stages):
+            began = time.monotonic()
+            stage = Stage(1.0, ((length, 1.0),), curriculum.MIXED, masked=float(masked))
+            batch = curriculum.batch(random.Random(0), stage, self.options.batch_tokens)
+            try:
+                torch.autograd.backward(self.forward(batch)[0])
+            except RuntimeError as error:
+                if not masked:
+                    raise
+                self.masks = False
+                self.log(masked="left out", error=str(error)[:300])
+            self._zero()
+            self.log(compiled=length, masked=masked, seconds=round(time.monotonic() - began, 1))
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """The loss, which predictions are right, and the weights."""
         device = self.options.device
         ids = torch.from_numpy(batch.ids.astype("int32")).to(device, non_blocking=True).long()
         weights = torch.from_numpy(batch.weights).to(device, non_blocking=True).float()
         positions = torch.from_numpy(batch.positions).to(device, non_blocking=True)
+        seen = None if batch.gone is None else visible(torch.from_numpy(batch.gone).to(device, non_blocking=True))
         # Token i predicts token i + 1; the last place predicts nothing.
         targets = ids.roll(-1, dims=1)
         weights = weights.roll(-1, dims=1)
         weights[:, -1] = 0.0
         with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=device != "cpu"):
-            hidden = self.model(ids, positions)
+            hidden = self.model(ids, positions, seen)
             loss, right = self.loss(self.model.embed_tokens.weight, hidden, targets, weights)
+        return loss, right, weights
+
+    def _zero(self) -> None:
+        self.muon.zero_grad(set_to_none=True)
+        self.adam.zero_grad(set_to_none=True)
+
+    def update(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """One optimiser step; returns the loss, which predictions were right, and the weights."""
+        loss, right, weights = self.forward(batch)
         torch.autograd.backward(loss)
         factor = learning_rate(self.fraction(), self.step, self.options.decay)
         for optimiser, base in ((self.muon, 0.02), (self.adam, 2e-3)):
             for group in optimiser.param_groups:
                 group["lr"] = base * factor
             optimiser.step()
-            optimiser.zero_grad(set_to_none=True)
+        self._zero()
         self.step += 1
         return loss.detach(), right, weights
 
@@ -226,19 +207,23 @@ class Trainer:
 
     def evaluate(self, seeds: int) -> None:
         """Score the model of the moment; export it when it is the best so far."""
-        table = self.scored(self.model, seeds, CHOOSING)
+        chosen = score.cells(seeds, CHOOSING)
+        if not self.choosing:
+            self.choosing = list(self.feed.samples(chosen))
+        table = self.scored(self.model, chosen, self.choosing)
         worth = score.lowest(table)
+        worth = (worth[1], worth[0])
         if worth >= self.best:
             self.best = worth
             export(self.model, self.options.out / "best")
 
-    def scored(self, model: Micro, seeds: int, first: int) -> dict[str, Any]:
-        """Scores of `model` over evaluation seeds, logged."""
+    def scored(self, model: Micro, chosen: list[score.Cell], filled: Iterable[list[Sample]]) -> dict[str, Any]:
+        """Scores of `model` in some cells, logged."""
         began = time.monotonic()
         with torch.compiler.set_stance("force_eager"):
-            table = score.score(model, seeds, first)
+            table = score.score(model, chosen, filled)
         low, mean = score.lowest(table)
-        self.log(eval=table, lowest=low, mean=round(mean, 4), seconds=round(time.monotonic() - began, 1))
+        self.log(eval=score.short(table), lowest=low, mean=round(mean, 4), seconds=round(time.monotonic() - began, 1))
         return table
 
     def finish(self) -> None:
@@ -246,38 +231,15 @@ class Trainer:
         self.save()
         self.evaluate(self.options.eval_seeds)
         chosen = load(self.options.out / "best", self.options.device)
-        table = self.scored(chosen, self.options.final_seeds, 0)
+        cells = score.cells(self.options.final_seeds, 0, score.REPORTED)
+        table = self.scored(chosen, cells, self.feed.samples(cells))
         (self.options.out / "scores.json").write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+        self.log(finished=True)
 
 
 def gate_at(stages: tuple[Stage, ...]) -> float:
     """The end of the last stage that has records and queries only."""
     return max((stage.until for stage in stages if stage.mix == curriculum.RAW), default=0.0)
-
-
-def faster_attention() -> None:
-    """Leave on only the attention backend that is faster here."""
-    times: dict[str, float] = {}
-    q = torch.randn(16, 6, 8192, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    switches = {"flash": torch.backends.cuda.enable_flash_sdp, "cudnn": torch.backends.cuda.enable_cudnn_sdp}
-    for name in switches:
-        for other, switch in switches.items():
-            switch(other == name)
-        try:
-            for _ in range(2):
-                torch.autograd.backward(F.scaled_dot_product_attention(q, q, q, is_causal=True).sum())
-            torch.cuda.synchronize()
-            began = time.monotonic()
-            for _ in range(4):
-                torch.autograd.backward(F.scaled_dot_product_attention(q, q, q, is_causal=True).sum())
-            torch.cuda.synchronize()
-            times[name] = time.monotonic() - began
-        except RuntimeError as error:
-            print(json.dumps({"attention": name, "error": str(error)[:200]}), flush=True)
-    best = min(times, key=lambda name: times[name], default="flash")
-    for other, switch in switches.items():
-        switch(other == best)
-    print(json.dumps({"attention": best, "seconds": times}), flush=True)
 
 
 def accuracies(batch: Batch, right: Tensor, weights: Tensor) -> dict[str, Any]:
@@ -316,6 +278,8 @@ def _loop(trainer: Trainer) -> None:
     for batch in trainer.feed:
         trainer.feed.progress.value = trainer.fraction()
         trainer.gate()
+        if batch.gone is not None and not trainer.masks:
+            continue
         loss, right, weights = trainer.update(batch)
         tokens += batch.ids.size
         if trainer.step % 10 == 0:
@@ -347,22 +311,25 @@ def main(argv: list[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description="Train micro, the bundled model of the agent world.")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=13.5)
+    parser.add_argument("--minutes", type=float, default=16.0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--batch-tokens", type=int, default=131_072)
     parser.add_argument("--workers", type=int, default=max(0, (os.cpu_count() or 1) - 3))
     parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--no-prune", action="store_true", help="no pruned bodies in training: the twin")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--init", type=Path, help="start from an exported folder, in the last stage of the schedule")
-    parser.add_argument("--eval-seeds", type=int, default=64)
-    parser.add_argument("--final-seeds", type=int, default=200)
+    parser.add_argument("--eval-seeds", type=int, default=24)
+    parser.add_argument("--final-seeds", type=int, default=100)
     parser.add_argument("--max-steps", type=int, default=10**9)
     args = vars(parser.parse_args(argv))
-    skip = args.pop("no_compile")
+    skip, twin = args.pop("no_compile"), args.pop("no_prune")
     options = replace(Options(out=args["out"]), **args)
     if options.init is not None:
         options = replace(options, stages=curriculum.LATE, decay=0.75)
+    if twin:
+        options = replace(options, stages=curriculum.without_pruning(options.stages))
     train(replace(options, compile=options.device == "cuda" and not skip))
 
 

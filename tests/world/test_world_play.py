@@ -1,11 +1,16 @@
 """The bundled model acts in real worlds through transformers' own generate."""
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 import agentkv
-from agentkv.world.reference_play import command_of, play_with_transformers
+from agentkv.world import masked_play
+from agentkv.world.dialect import DIALECTS
+from agentkv.world.env import World
+from agentkv.world.reference_play import answer_of, call_of, play_with_transformers
+from agentkv.world.task import FAMILIES, make_task
 
 FOLDER = Path(agentkv.__file__).parent / "data" / "micro"
 
@@ -18,11 +23,32 @@ def test_micro_solves(seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20, 38))
 def test_micro_solves_more(seed):
-    assert play_with_transformers(FOLDER, seed)
+    family, dialect = list(FAMILIES)[seed % 6], list(DIALECTS.values())[seed // 6 % 3]
+    assert play_with_transformers(FOLDER, seed, family=family, dialect=dialect)
 
 
-def test_command_of():
+def test_calls_are_read_and_run():
     text = '<tool_call>\n{"name": "bash", "arguments": {"command": "ls"}}\n</tool_call>'
-    assert command_of(text) == "ls"
-    for bad in ("done", "<tool_call>\n{]\n</tool_call>", text.replace('"ls"', "3"), text.replace("command", "c")):
-        assert command_of(bad) is None
+    assert call_of(text) == ("bash", {"command": "ls"})
+    with World(make_task(1)) as world:
+        assert answer_of(text, world) == world.bash("ls")
+        for bad in (
+            "done",
+            "<tool_call>\n{]\n</tool_call>",
+            text.replace('"ls"', "3"),
+            text.replace("command", "c"),
+            text.replace("bash", "sh"),
+            text.replace('{"command": "ls"}', "[1]"),
+        ):
+            assert answer_of(bad, world) is None
+
+
+def test_a_short_window_hides_what_the_whole_one_finds():
+    """Played by the training module with masks: all solve the task, none with the last 512 tokens and the task alone."""
+    with ExitStack() as stack:
+        tasks = [make_task(seed, "once", max_bytes=2200) for seed in (40, 41)]
+        worlds = [stack.enter_context(World(task)) for task in tasks]
+        assert masked_play.play(FOLDER, worlds, None) == [True, True]
+    with ExitStack() as stack:
+        worlds = [stack.enter_context(World(task)) for task in tasks]
+        assert masked_play.play(FOLDER, worlds, 512, most_turns=9) == [False, False]

@@ -7,7 +7,9 @@ import pytest
 
 from agentkv.errors import BadRequest
 from agentkv.world import expert
+from agentkv.world.env import World, secrets
 from agentkv.world.suite import run_suite, wilson
+from agentkv.world.task import FAMILIES, make_task
 
 
 class Scripted:
@@ -47,12 +49,40 @@ def test_suite(concurrency):
     assert Scripted.closed == 6
 
 
-def test_families_filter_and_refusals():
-    answer = run_suite(Scripted, range(6), families=["repair"], prune_after=2)
-    assert [r["seed"] for r in answer["results"]] == [2, 5]
+def test_named_families_and_refusals():
+    """Each seed in each of the named families."""
+    answer = run_suite(Scripted, range(2), families=["repair", "join"], prune_after=2)
+    assert [(r["seed"], r["family"]) for r in answer["results"]] == [(0, "repair"), (1, "repair"), (0, "join"), (1, "join")]
+    assert answer["success"] == 1
     for bad in ({"seeds": []}, {"seeds": [1_000_000]}, {"seeds": [1], "families": ["x"]}, {"seeds": [1], "max_bytes": 1}):
         with pytest.raises((BadRequest, ValueError)):
             run_suite(Scripted, **bad)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nobody_solves_a_task_whose_facts_are_struck_out(family):
+    """Even the expert's plan, with the value that it can read in the struck-out results, fails."""
+    for seed in range(6):
+        task = make_task(seed, family)
+        with World(task, blank=True) as world:
+            shown = "\n".join(world.bash(step.command) for step in task.rounds[0].steps[:-1])
+            assert secrets(task)
+            assert not any(f" {word}\n" in shown + "\n" for word in secrets(task))
+
+
+def test_what_was_read_again_is_counted():
+    with World(make_task(3, "again")) as world:
+        for step in world.task.rounds[0].steps:
+            world.bash(step.command)
+        assert world.rereads() == 0
+        world.bash("sh list.sh")
+        assert world.rereads() == 1
+        world.bash("cat nope.txt")
+        assert world.rereads() == 1
+    with World(make_task(3, "update")) as world:
+        for step in world.task.rounds[0].steps:
+            world.bash(step.command)
+        assert world.rereads() == 0
 
 
 def test_wilson_against_published_values():

@@ -8,8 +8,8 @@ from transformers import AutoTokenizer
 
 import agentkv
 from agentkv.world import tokens, trajectory
-from agentkv.world.dialect import NATIVE
-from agentkv.world.task import make_task
+from agentkv.world.dialect import DIALECTS
+from agentkv.world.task import FAMILIES, make_task
 
 FOLDER = Path(agentkv.__file__).parent / "data" / "micro"
 
@@ -39,13 +39,15 @@ def test_files_are_what_the_code_writes(tmp_path):
         assert json.loads((tmp_path / name).read_text()) == json.loads((FOLDER / name).read_text())
 
 
-@pytest.mark.parametrize("seed", range(9))
-def test_encoded_trajectory_is_the_template(hf, seed):
-    task = make_task(seed)
-    events = trajectory.play(task, mistakes=0.2).events
+@pytest.mark.parametrize("name", list(DIALECTS))
+@pytest.mark.parametrize("seed", range(6))
+def test_encoded_trajectory_is_the_template(hf, seed, name):
+    spoken = DIALECTS[name]
+    task = make_task(seed, list(FAMILIES)[seed], dialect=spoken)
+    events = trajectory.play(task, spoken, mistakes=0.2).events
     trajectory.ask(events, task.followups)
-    text = hf.apply_chat_template(trajectory.messages(events), tools=list(NATIVE.tools), tokenize=False)
-    ids = trajectory.encode(events).ids
+    text = hf.apply_chat_template(trajectory.messages(events, spoken), tools=list(spoken.tools), tokenize=False)
+    ids = trajectory.encode(events, spoken).ids
     assert tokens.decode(ids) == text
     assert ids == hf(text, add_special_tokens=False).input_ids
 
