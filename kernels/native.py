@@ -19,7 +19,6 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
-from platformdirs import user_cache_path
 from torch import Tensor
 
 SWITCH = "AGENTKV_NATIVE"
@@ -106,6 +105,8 @@ def _load() -> Native:
 
 def _cache() -> Path:
     """The user's cache folder, or a fresh one of this process where that cannot be written."""
+    from platformdirs import user_cache_path  # here, so that a GPU needs no more than torch
+
     folder = user_cache_path("agentkv") / "native"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
