@@ -171,6 +171,22 @@ def engine(
     typer.echo(json.dumps(result) if as_json else table(result))
 
 
+@app.command("kernels")
+def kernels(
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each kernel.")] = 20,
+    out: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Kernels on an NVIDIA GPU: microseconds, TB/s, share of the measured copy rate."""
+    from agentkv.bench.kernels import run_kernels
+
+    result = run_kernels(repeats=repeats, tell=None if as_json else typer.echo)
+    if out is not None:
+        out.write_text(json.dumps(result, indent=1) + "\n")
+    if as_json:
+        typer.echo(json.dumps(result))
+
+
 @app.command("lookup")
 def lookup(
     seeds: Annotated[str, typer.Option(help="Seeds of the agent world: '7,8,9' or '0-5'.")] = "0-5",

@@ -25,19 +25,26 @@ def load() -> float:
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else 0.0
 
 
-def conditions(loaded: LoadedModel, model: str) -> dict[str, Any]:
-    """Device, date, versions, commit, command, threads, model and what else keeps the machine busy."""
-    on_gpu = loaded.device.type == "cuda"
+def machine(device: torch.device) -> dict[str, Any]:
+    """Device, date, versions, commit, command, threads and what else keeps the machine busy."""
+    on_gpu = device.type == "cuda"
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "commit": _commit(),
-        "device": torch.cuda.get_device_name(loaded.device) if on_gpu else f"{_cpu_name()}, {os.cpu_count()} cores",
+        "device": torch.cuda.get_device_name(device) if on_gpu else f"{_cpu_name()}, {os.cpu_count()} cores",
         "threads": torch.get_num_threads(),
         "environment": {name: value for name, value in os.environ.items() if name.startswith(("OMP_", "MKL_", "KMP_"))},
         "cpu_kernels": cpu_kernels(),
         "load": load(),
         "versions": {"python": platform.python_version(), **_versions()},
+    }
+
+
+def conditions(loaded: LoadedModel, model: str) -> dict[str, Any]:
+    """The machine's, and the model's."""
+    return {
+        **machine(loaded.device),
         "model": model,
         "parameters": sum(each.numel() for each in loaded.model.parameters()),
         "dtype": str(loaded.dtype).removeprefix("torch."),
