@@ -132,7 +132,7 @@ def answers(llm: LLM, requests: list[Request]) -> list[list[int]]:
     return made
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", *FAMILIES])
 @pytest.mark.parametrize("page_size", [4, 16])
 def test_batched_is_alone_and_cache_on_is_off(family: str, page_size: int, model: Any) -> None:
     """Eight requests of random lengths, half of them from a shared beginning, edited histories among them."""
@@ -150,6 +150,7 @@ def test_batched_is_alone_and_cache_on_is_off(family: str, page_size: int, model
     assert shared.radix.enabled
     assert answers(engine_of(model, family, "chain", page_size=page_size), requests) == alone
     assert answers(engine_of(model, family, page_size=page_size, step_tokens=9, max_rows=8), requests) == alone
+    assert answers(engine_of(model, family, page_size=page_size, lookup=8), requests) == alone
 
 
 @pytest.mark.parametrize("family", FAMILIES)
