@@ -96,10 +96,15 @@ class ChoiceStream(Generic[S]):
             raise BadRequest("not every choice is committed", hint="Read the choices to their end first")
         return turns
 
+    def cancel(self) -> None:
+        """Ask for the rollback of all, from any thread; whoever reads the choices gets Cancelled."""
+        for running in tuple(self._running):
+            running.cancel()
+
     def _start(self, session: S, index: int, beside: RunningTurn | None) -> RunningTurn:
         running = self._make(session, index, beside)
-        running.start()
         self._running.append(running)
+        running.start()
         return running
 
     def _read(self, index: int, running: RunningTurn) -> None:
@@ -112,8 +117,7 @@ class ChoiceStream(Generic[S]):
             self._said.put(None)
 
     def _undo(self) -> None:
-        for running in self._running:
-            running.cancel()
+        self.cancel()
         for reader in self._readers:
             reader.join()
         for running in self._running:

@@ -85,7 +85,6 @@ class Chat:
         read_constraint(ask.tool_choice, ask.response_format, conversation.tools)  # refused before anything is made
         with self._seats.take(tenant, ask, conversation) as seat:
             session = seat.session
-            job.interrupt = session.cancel
             if ask.policy is not None:
                 session.set_policy(ask.policy)
             _say(session, conversation.messages[: seat.matched], conversation.messages[seat.matched :], ask.prune_after)
@@ -207,8 +206,9 @@ def _generate(
     seat: Seat, ask: ChatRequest, job: Job[Answer], names: Sequence[str]
 ) -> tuple[Sequence[SessionPort], tuple[Turn, ...], dict[str, Any]]:
     """The sessions that answered (forks where there are several choices), their turns, and the `agentkv` object."""
-    opened = False
-    with _choices(seat.session, ask, names) as stream:
+    opened, stream = False, _choices(seat.session, ask, names)
+    job.interrupt = stream.cancel  # this turn, and not another that begins on the session when it is over
+    with stream:
         for index, event in stream:
             if isinstance(event, TurnDone):
                 continue  # committed: a client that leaves now does not undo it

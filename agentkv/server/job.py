@@ -35,7 +35,7 @@ class Threads:
 class Job(Generic[T]):
     """Runs `work(job)` in a thread. The work emits events; the loop iterates over them and then reads `result`.
 
-    The work sets `interrupt` to what makes it stop (a session's cancel; any thread, does not block), and is stopped when the
+    The work sets `interrupt` to what makes it stop (its stream's cancel; any thread, does not block), and is stopped when the
     client of `request` goes away or `stop` is called: `emit` and `check` then raise Cancelled inside the work.
     """
 

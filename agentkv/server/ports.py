@@ -25,6 +25,8 @@ class StreamPort(Protocol):
 
     def __iter__(self) -> Iterator[Event]: ...
 
+    def cancel(self) -> None: ...
+
 
 class ChoicesPort(Protocol):
     """Answers to one prompt as they are made: (choice, event). sessions and turns: one a choice; turns are known at the end.
@@ -42,6 +44,8 @@ class ChoicesPort(Protocol):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> Any: ...
 
     def __iter__(self) -> Iterator[tuple[int, Event]]: ...
+
+    def cancel(self) -> None: ...
 
 
 class OneChoice:
@@ -68,6 +72,9 @@ class OneChoice:
 
     def __iter__(self) -> Iterator[tuple[int, Event]]:
         return ((0, event) for event in self._stream)
+
+    def cancel(self) -> None:
+        self._stream.cancel()
 
 
 class SessionPort(Protocol):

@@ -126,9 +126,10 @@ class Sessions:
 
         def work(job: Job[Turn]) -> Turn:
             session = self._runtime.resume(name, tenant=tenant)
-            job.interrupt = session.cancel
+            stream = session.stream(**options)
+            job.interrupt = stream.cancel
             job.check()
-            with session.stream(**options) as stream:
+            with stream:
                 for event in stream:
                     if not isinstance(event, TurnDone):
                         job.emit(event)

@@ -388,6 +388,19 @@ def test_an_exception_in_with_rolls_a_running_turn_back(session: Session, backen
     assert not backend.mismatches
 
 
+def test_cancelling_a_turn_that_is_over_leaves_the_next_one_alone(session: Session) -> None:
+    """A server tells a turn to stop when its client leaves, and may say so after the turn's end."""
+    session.add_tool_result(session.open_calls[0].id, "r")
+    over = session.stream()
+    with over:
+        over.finish()
+    session.add_user("next")
+    with session.stream() as stream:
+        next(stream)
+        over.cancel()
+        assert stream.finish().number == 3
+
+
 def test_close_frees_kv_and_keeps_the_transcript(session: Session, backend: FakeBackend) -> None:
     session.close()
     session.close()

@@ -77,6 +77,10 @@ class FakeStream:
     def __exit__(self, *error: object) -> None:
         self.session.end()
 
+    def cancel(self) -> None:
+        if self.session.current is self:
+            self.session.stop.set()
+
     def __iter__(self) -> Iterator[Any]:
         session, world = self.session, self.session.world
         reply = world.script(session.log, session)
@@ -125,6 +129,7 @@ class FakeSession:
         self.lags: dict[str, int | None] = {}
         self.busy = False
         self.stop = threading.Event()
+        self.current: FakeStream | None = None
         self.closed = False
 
     # state
@@ -203,7 +208,7 @@ class FakeSession:
         if size > self.world.window:
             raise ContextOverflow("too long", logical=size, resident=0, limit=self.world.window, freeable=0, kept=self.turns)
         self.stop.clear()
-        self.busy = True
+        self.busy, self.current = True, stream
         self.world.running += 1
         self.options["last"] = stream.options
 
