@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from agentkv.bench.conditions import conditions, load
-from agentkv.bench.peers import Ours, Run, Side, open_peer
+from agentkv.bench.peers import Ours, Run, Side
+from agentkv.bench.servers import open_peer
 from agentkv.bench.shapes import SHAPES, random_prompts, write_model
 from agentkv.engine.core import EngineConfig
 from agentkv.engine.loader import LoadedModel, load_model
@@ -77,7 +78,7 @@ def run_engine(
             loaded = load_model(path, device=device, dtype=dtype)
             most = max(prompt, batch_prompt) + new
             ours = Ours(loaded, _config(loaded, batch, most))
-            with open_peer(peer, loaded, most) as other, torch.inference_mode():
+            with open_peer(peer, loaded, batch, most) as other, torch.inference_mode():
                 works = [
                     Work("single", 1, prompt, new, repeats),
                     Work("batch", batch, batch_prompt, new, repeats, peer_sequences),

@@ -1,20 +1,12 @@
-"""Who generates the same tokens in an engine's benchmark: this engine, transformers, or a server with OpenAI's API.
+"""Who generates the same tokens in an engine's benchmark, in this process: this engine, or transformers.
 
 Each side takes prompts of token ids and answers with greedy tokens, and with when they came.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import socket
-import subprocess
 import time
-import urllib.request
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,8 +22,6 @@ from agentkv.engine.loader import LoadedModel
 from agentkv.engine.runner import ModelRunner
 from agentkv.errors import BadRequest
 from agentkv.types import Sampling
-
-START_SECONDS = 600  # that a server may take until it answers
 
 
 @dataclass(slots=True)
@@ -113,8 +103,7 @@ class Transformers:
     name, together, gives_ids = "transformers", False, True
 
     def __init__(self, loaded: LoadedModel) -> None:
-        file = find_gguf(loaded.path)
-        self.model: Any = _from_gguf(loaded, file) if file else _from_directory(loaded)
+        self.model: Any = twin(loaded)
         self.model.eval()
 
     def run(self, prompts: Sequence[Sequence[int]], new: int) -> Run:
@@ -157,8 +146,11 @@ class _Clock:
         """No more come."""
 
 
-def _from_directory(loaded: LoadedModel) -> Any:
-    """transformers' own reading of a checkpoint."""
+def twin(loaded: LoadedModel) -> Any:
+    """transformers' model of the same weights: its own reading of a directory, or of a GGUF file what we dequantised."""
+    file = find_gguf(loaded.path)
+    if file is not None:
+        return _from_gguf(loaded, file)
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(loaded.path, dtype=loaded.dtype, attn_implementation="sdpa")
@@ -192,104 +184,3 @@ def unpacked_weights(loaded: LoadedModel) -> dict[str, Tensor]:
         sizes: list[int] = list(module.sizes) if len(names) > 1 else [len(parameter)]
         weights |= {each: part.clone() for each, part in zip(names, torch.split(parameter, sizes), strict=True)}
     return weights
-
-
-class Server:
-    """A server with OpenAI's /v1/completions that takes token ids and streams; prompts are sent at once."""
-
-    together, gives_ids = True, False
-
-    def __init__(self, url: str, name: str | None = None) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
-        self.name = name or self.url
-        try:
-            with urllib.request.urlopen(f"{self.url}/v1/models", timeout=30) as answer:
-                self.model = json.load(answer)["data"][0]["id"]
-        except (OSError, ValueError, KeyError, IndexError) as error:
-            raise BadRequest(
-                f"peer {url}: GET /v1/models failed: {error}", hint="A running server's base URL", param="peer"
-            ) from None
-
-    def run(self, prompts: Sequence[Sequence[int]], new: int) -> Run:
-        """See Side. A streamed event counts as a token; prefill ends when every prompt has its first."""
-        begun = time.perf_counter()
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            times = list(pool.map(lambda prompt: self._stream(prompt, new), prompts))
-        filled, ended = max(each[0] for each in times), max(each[-1] for each in times)
-        decoded = sum(moment > filled for each in times for moment in each)
-        tokens = [[-1] * len(each) for each in times]
-        return Run(sum(map(len, prompts)), filled - begun, ended - filled, decoded, ended - begun, tokens)
-
-    def _stream(self, prompt: Sequence[int], new: int) -> list[float]:
-        """When each event came."""
-        body = {
-            "model": self.model,
-            "prompt": list(prompt),
-            "max_tokens": new,
-            "temperature": 0,
-            "stream": True,
-            "ignore_eos": True,
-        }
-        request = urllib.request.Request(
-            f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=START_SECONDS) as answer:
-                events = [(time.perf_counter(), line) for line in answer if line.startswith(b"data: {")]
-        except OSError as error:
-            raise BadRequest(
-                f"peer {self.url}: {error}", hint="It must stream /v1/completions of token ids", param="peer"
-            ) from None
-        times = [moment for moment, line in events if json.loads(line[6:]).get("choices")]
-        if len(times) < 2:
-            raise BadRequest(f"peer {self.url} streamed {len(times)} tokens of {new}", param="peer")
-        return times
-
-
-@contextmanager
-def open_peer(name: str, loaded: LoadedModel, most_tokens: int) -> Iterator[Side]:
-    """The peer of that name: transformers, vllm (started here and stopped at the end) or a server's URL."""
-    if name == "transformers":
-        yield Transformers(loaded)
-    elif name.startswith(("http://", "https://")):
-        yield Server(name)
-    elif name == "vllm":
-        with _vllm(loaded, most_tokens) as server:
-            yield server
-    else:
-        raise BadRequest(f"unknown peer {name!r}", hint="transformers, vllm or a server's URL", param="peer")
-
-
-@contextmanager
-def _vllm(loaded: LoadedModel, most_tokens: int) -> Iterator[Server]:
-    """`vllm serve` on a free port of the loopback interface."""
-    program = shutil.which("vllm", path=".peers/vllm/bin") or shutil.which("vllm")
-    if program is None:
-        hint = "make peers, or put the `vllm` command of its environment on the PATH, or start a server and give its URL"
-        raise BadRequest("peer vllm: there is no vllm here", hint=hint, param="peer")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    options = ["--port", str(port), "--dtype", str(loaded.dtype).removeprefix("torch."), "--max-model-len", str(most_tokens)]
-    command = [program, "serve", str(loaded.path), "--host", "127.0.0.1", "--skip-tokenizer-init", *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        _await(f"http://127.0.0.1:{port}/health", process)
-        yield Server(f"http://127.0.0.1:{port}", "vllm")
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-def _await(url: str, process: subprocess.Popen[bytes]) -> None:
-    """Return once the address answers; BadRequest where the server ended or took too long."""
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            urllib.request.urlopen(url, timeout=5).close()
-        except OSError:
-            time.sleep(0.5)
-        else:
-            return
-    raise BadRequest(f"the server did not start (exit code {process.poll()})", hint="Run its command by hand", param="peer")
