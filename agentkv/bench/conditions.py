@@ -30,12 +30,12 @@ def machine(device: torch.device) -> dict[str, Any]:
     on_gpu = device.type == "cuda"
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join([Path(sys.argv[0]).name.replace("__main__.py", "agentkv"), *sys.argv[1:]]),
         "commit": _commit(),
         "device": torch.cuda.get_device_name(device) if on_gpu else f"{_cpu_name()}, {os.cpu_count()} cores",
         "threads": torch.get_num_threads(),
         "environment": {name: value for name, value in os.environ.items() if name.startswith(("OMP_", "MKL_", "KMP_"))},
-        "cpu_kernels": cpu_kernels(),
+        "cpu_kernels": cpu_kernels().partition(":")[0],
         "load": load(),
         "versions": {"python": platform.python_version(), **_versions()},
     }
