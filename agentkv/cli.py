@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from agentkv.cli_bench import app as bench_app
+from agentkv.cli_doctor import doctor
 from agentkv.cli_sessions import app as sessions_app
 from agentkv.errors import AgentkvError, BadRequest
 from agentkv.types import Policy, options_of
@@ -24,6 +25,7 @@ methods_app = typer.Typer(help="Attention methods.", invoke_without_command=True
 app.add_typer(sessions_app, name="sessions")
 app.add_typer(methods_app, name="methods")
 app.add_typer(bench_app, name="bench")
+app.command()(doctor)
 
 Model = Annotated[str, typer.Option(help="'micro', a Hugging Face directory or a .gguf file.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object, the last line on stdout.")]
@@ -179,23 +181,6 @@ def methods_ls(as_json: AsJson = False) -> None:
         return
     for row in rows:
         typer.echo(f"{row['name']:12} {row['family']:12} {row['exactness']:8} {row['reuse']:6} {row['summary']}")
-
-
-@app.command()
-def doctor(model: Model = "micro", as_json: AsJson = False) -> None:
-    """What this machine has, what will be used, what will not work and why."""
-    from agentkv.runtime_doctor import examine
-
-    report = examine(model)
-    if as_json:
-        typer.echo(json.dumps(report))
-        return
-    for name, value in report.items():
-        if name != "problems":
-            typer.echo(f"{name:12} {value if not isinstance(value, dict) else json.dumps(value)}")
-    for problem in report["problems"]:
-        typer.echo(f"problem      {problem}")
-    typer.echo("all good" if not report["problems"] else f"{len(report['problems'])} problem(s)")
 
 
 def _tell(event: Any) -> None:

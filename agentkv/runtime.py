@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
-from agentkv.errors import AgentkvError, BadRequest, Conflict, UnknownOption
+from agentkv.errors import AgentkvError, BadRequest, Conflict, StoreFault, UnknownOption
 from agentkv.memory.continuation import ContinuationIndex
 from agentkv.memory.session import Session as MemorySession
 from agentkv.memory.span import new_id
@@ -364,15 +364,16 @@ class Runtime:
 
 
 def default_db() -> Path:
-    """Where sessions are kept unless you say otherwise; its folder is made."""
-    home = os.environ.get("AGENTKV_HOME")
-    if home:
-        folder = Path(home)
-        folder.mkdir(parents=True, exist_ok=True)
-    else:
-        from platformdirs import user_data_path
+    """Where sessions are kept unless you say otherwise; its folder is made. StoreFault where it cannot be."""
+    from platformdirs import user_data_path
 
-        folder = user_data_path("agentkv", ensure_exists=True)
+    home = os.environ.get("AGENTKV_HOME")
+    folder = Path(home) if home else user_data_path("agentkv")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        hint = "Set AGENTKV_HOME to a folder that can be written, give db=, or do without a store: db=None"
+        raise StoreFault(f"sessions cannot be kept in {folder}: {error}", hint=hint) from None
     return folder / "agentkv.db"
 
 

@@ -11,10 +11,6 @@ from agentkv import methods
 from agentkv.engine.checkpoint import find_gguf
 from agentkv.engine.core import EngineConfig
 from agentkv.engine.devices import (
-    best_device,
-    cpu_bfloat16,
-    cpu_kernels,
-    device_names,
     free_host_memory,
     usable_device,
     usable_memory,
@@ -111,6 +107,19 @@ def engine_config(
     memory 'auto' runs the method's largest steps and takes what they leave (BadModel where that is too little); None is the
     same on a GPU, and on a CPU a quarter of the machine's memory, at most 1 GiB, without a trial.
     """
+    config = engine_sizes(loaded, memory, window, page_size, warm_memory, step_timeout)
+    return config if config.memory else replace(config, memory=plan_memory(loaded, config, method).arena)
+
+
+def engine_sizes(
+    loaded: LoadedModel,
+    memory: int | str | None,
+    window: int | None,
+    page_size: int | None,
+    warm_memory: int | str | None = None,
+    step_timeout: float | None = None,
+) -> EngineConfig:
+    """The same before a trial: memory 0 stands for what one would leave."""
     on_cpu = loaded.device.type == "cpu"
     for name, value in (("window", window), ("page_size", page_size)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
@@ -124,7 +133,7 @@ def engine_config(
     if memory is None:
         memory = min(CPU_MOST, int(usable_memory(loaded.device) * CPU_SHARE)) if on_cpu else "auto"
     auto = isinstance(memory, str) and memory.strip() == "auto"
-    config = EngineConfig(
+    return EngineConfig(
         memory=0 if auto else parse_memory(memory),
         window=window or loaded.window,
         page_size=page_size or (128 if on_cpu else 16),
@@ -133,7 +142,6 @@ def engine_config(
         warm_memory=_warm_memory(loaded, warm_memory),
         step_timeout=step_timeout or STEP_TIMEOUT,
     )
-    return replace(config, memory=plan_memory(loaded, config, method).arena) if auto else config
 
 
 def parse_memory(memory: int | str, *, param: str = "memory") -> int:
@@ -191,30 +199,3 @@ def list_methods() -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def devices() -> list[str]:
-    """Devices that this torch can use, the one that 'auto' takes first."""
-    return device_names()
-
-
-def cpu_notes() -> dict[str, str]:
-    """What the CPU's compiled kernels are, or why there are none; and how it multiplies bfloat16."""
-    return {"kernels": cpu_kernels(), "bfloat16": cpu_bfloat16()}
-
-
-def memory_plan(model: str | Path) -> dict[str, Any]:
-    """What a model takes here: weights, KV bytes a token, arena, tokens that fit. Loads the model."""
-    loaded = load_model(model_path(model), device=best_device())
-    config = engine_config(loaded, None, None, None, method=methods.get("dense"))
-    groups = loaded.groups(config.page_size)
-    return {
-        "name": str(model),
-        "device": str(loaded.device),
-        "dtype": str(loaded.dtype).removeprefix("torch."),
-        "weight_bytes": loaded.weight_bytes,
-        "kv_bytes_per_token": sum(group.token_bytes for group in groups),
-        "arena_bytes": config.memory,
-        "tokens_that_fit": config.memory // sum(group.stripe_bytes for group in groups) * config.page_size,
-        "window": config.window,
-    }

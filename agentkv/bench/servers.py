@@ -1,4 +1,4 @@
-"""Servers beside the engine in its benchmark: any with OpenAI's /v1/completions, and vLLM's, started here and stopped at the end."""
+"""Servers beside the engine in its benchmark: any with OpenAI's /v1/completions, and vLLM, which is started and ended here."""
 
 from __future__ import annotations
 
@@ -167,9 +167,8 @@ def _await(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
         else:
             return
     said = log.read_text(errors="replace").strip()[-_SHOWN:]
-    raise BadRequest(
-        f"peer vllm did not start (exit code {process.poll()}): {said}", hint="Run `vllm serve` on the model by hand", param="peer"
-    )
+    hint = "Run `vllm serve` on the model by hand"
+    raise BadRequest(f"peer vllm did not start (exit code {process.poll()}): {said}", hint=hint, param="peer")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

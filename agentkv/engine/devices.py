@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from agentkv.errors import BadRequest
-from agentkv.kernels.native import native
+from agentkv.kernels.native import find_compiler, native
 
 
 def best_device() -> str:
@@ -27,6 +27,11 @@ def device_names() -> list[str]:
 def cpu_kernels() -> str:
     """Whether the CPU's compiled kernels are used, and why not; builds them where that was not done yet."""
     return native().note
+
+
+def cpu_compiler() -> str | None:
+    """The C++ compiler that builds them, None where there is none."""
+    return find_compiler()
 
 
 def cpu_bfloat16() -> str:
@@ -72,3 +77,22 @@ def usable_device(name: str) -> str:
         hint = f"Usable here: auto, {', '.join(each.split()[0] for each in device_names())}"
         raise BadRequest(f"device={name!r} cannot be used: {why}", hint=hint, param="device") from None
     return name
+
+
+def gpu_facts() -> list[dict[str, Any]]:
+    """Of each GPU that this torch can use: name, compute capability, bytes in all and free, whether it has bfloat16."""
+    facts = []
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        found = torch.cuda.get_device_properties(index)
+        facts.append(
+            {
+                "device": f"cuda:{index}",
+                "name": found.name,
+                "capability": f"{found.major}.{found.minor}",
+                "bytes": total,
+                "free_bytes": free,
+                "bfloat16": found.major >= 8,
+            }
+        )
+    return facts

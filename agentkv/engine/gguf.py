@@ -200,6 +200,12 @@ class GGUFFile:
             return self._halves(whole, self._whole("attention.head_count_kv", self._whole("attention.head_count")))
         return whole
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's sizes, rows first, by its Hugging Face name. BadModel where it is missing."""
+        own = spelled(name, self._kind.inner)
+        self._read.add(own)
+        return self._sizes(own)
+
     def finish(self) -> None:
         """Refuse the file where a tensor was never asked for: the decoder would compute something else than it."""
         left = sorted(name for name in self._tensors.keys() - self._read if not name.endswith(_DERIVED))

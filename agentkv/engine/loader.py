@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
@@ -72,11 +73,18 @@ class LoadedModel:
         )
 
 
-def load_model(path: str | Path, *, device: str | torch.device = "cpu", dtype: str | torch.dtype = "auto") -> LoadedModel:
+def load_model(
+    path: str | Path,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: str | torch.dtype = "auto",
+    contents: bool = True,
+) -> LoadedModel:
     """Load a Hugging Face directory, a .gguf file or a directory that holds one.
 
-    dtype: auto (float32 on the CPU, bfloat16 on CUDA) or a name in DTYPES; a GGUF's tensors are dequantised to it.
-    UnknownModel where nothing is there, BadModel where it cannot be served.
+    dtype: auto (float32 on the CPU, bfloat16 on CUDA) or a name in DTYPES; a GGUF's tensors are dequantised to it. contents
+    False reads and checks the files' headers only: every weight is zero (nothing on the device "meta"; untouched memory on a
+    CPU), and there is no fingerprint. UnknownModel where nothing is there, BadModel where it cannot be served.
     """
     target = torch.device(device)
     kind = resolve_dtype(dtype, target)
@@ -89,11 +97,11 @@ def load_model(path: str | Path, *, device: str | torch.device = "cpu", dtype: s
         model = models.resolve(config.architecture)(config)
     weights: Weights = gguf or _Shards(folder)
     for name, parameter in list(model.named_parameters()):
-        _assign(model, name, _read(weights, model, name, parameter, target, kind))
+        _assign(model, name, _read(weights, model, name, parameter, target, kind, contents))
     weights.finish()
     model.requires_grad_(False).eval()
     model.prepare()
-    return LoadedModel(model, config, file or folder, target, kind, _fingerprint(raw, weights.files))
+    return LoadedModel(model, config, file or folder, target, kind, _fingerprint(raw, weights.files) if contents else "")
 
 
 class Weights(Protocol):
@@ -103,6 +111,9 @@ class Weights(Protocol):
 
     def tensor(self, name: str) -> Tensor:
         """One tensor by its Hugging Face name, on the CPU. BadModel where it is missing or damaged."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's sizes by the file's header, which counts as having read it. BadModel where it is missing."""
 
     def finish(self) -> None:
         """Called once every parameter is filled; BadModel where the model cannot be right."""
@@ -177,36 +188,57 @@ class _Shards:
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, on the CPU in the file's dtype."""
+        found: Tensor = self._ask(name, lambda file: file.get_tensor(name))
+        return found
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's sizes by its file's header."""
+        return tuple(self._ask(name, lambda file: file.get_slice(name).get_shape()))
+
+    def _ask(self, name: str, what: Callable[[Any], Any]) -> Any:
+        """Something of the file that holds a tensor."""
         path = self.where.get(name)
         if path is None:
             raise BadModel(f"the weights in {self.folder} lack {name!r}", hint="The checkpoint does not match its config.json")
         try:
-            found: Tensor = self._file(path).get_tensor(name)
+            return what(self._file(path))
         except SafetensorError as error:
             raise BadModel(f"weight shard {path.name} does not hold {name!r}: {error}", hint=_AGAIN) from None
-        return found
 
 
-def _read(weights: Weights, model: Decoder, name: str, parameter: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """One of our parameters, packed from its sources, each of the expected shape."""
+def _read(
+    weights: Weights, model: Decoder, name: str, parameter: Tensor, device: torch.device, dtype: torch.dtype, contents: bool
+) -> Tensor:
+    """One of our parameters, packed from its sources, each of the expected shape; zeros of that shape without contents."""
     sources = model.source_names(name)
     owner = model.get_submodule(name.rpartition(".")[0])
     sizes = owner.sizes if isinstance(owner, PackedLinear) else (parameter.shape[0],)
     found = []
     for source, size in zip(sources, sizes, strict=True):
-        found.append(weights.tensor(source))
         expected = (size, *parameter.shape[1:])
-        if tuple(found[-1].shape) != expected:
+        if contents:
+            found.append(weights.tensor(source))
+        shape = tuple(found[-1].shape) if contents else weights.shape(source)
+        if shape != expected:
             raise BadModel(
-                f"{source!r} has shape {list(found[-1].shape)}, the config asks for {list(expected)}",
+                f"{source!r} has shape {list(shape)}, the config asks for {list(expected)}",
                 hint="The checkpoint does not match its config",
             )
+    if not contents:
+        return _zeros(parameter.shape, dtype, device)
     whole = torch.empty(parameter.shape, dtype=dtype, device=device)  # not before: a wrong config may ask for any size
     start = 0
     for tensor in found:
         whole[start : start + len(tensor)] = tensor.to(device)
         start += len(tensor)
     return whole
+
+
+def _zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on the CPU in memory that takes no room until it is written to."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(shape.numel() * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def _assign(model: nn.Module, name: str, value: Tensor) -> None:

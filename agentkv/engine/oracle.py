@@ -95,21 +95,7 @@ class PagedOracle:
 
     def cost(self, state: KVState | None, edits: Sequence[Edit], length: int, *, shared_until: int = 0) -> Cost:
         """See MemoryOracle. Exact for full groups, up to the copy of a shared last page, which is always counted."""
-        costs = []
-        for pool in self.pools.pools:
-            forecast = _Forecast(pool, state.holdings[pool.group] if state else Holding(pool), state)
-            for edit in edits:
-                forecast.grow(edit.at - 1)
-                forecast.remove(edit.removed)
-            forecast.grow(length)
-            peak = most = forecast.peak
-            if pool.window is not None:  # a compaction has a page more than its window; what is shared later is not used again
-                reach = pool.pages(pool.page_size - 1 + pool.window - 1 + pool.slack + self.step_tokens)
-                peak += reach if shared_until else 0
-                limit = reach * (2 if shared_until else 1) + bool(edits)
-                most, peak = min(peak, limit), max(0, min(peak, limit - forecast.start))
-            costs.append((peak, min(forecast.own, peak), most))
-        return Cost(*(Units(counts) for counts in zip(*costs, strict=True)))
+        return cost(self.pools, self.step_tokens, state, edits, length, shared_until=shared_until)
 
     def fits(self, units: Units) -> bool:
         """See MemoryOracle."""
@@ -179,6 +165,27 @@ class PagedOracle:
     def _reclaim_radix(self, goal: Goal) -> None:
         if not goal.met():
             reclaim(self.radix, goal)
+
+
+def cost(
+    pools: KVPools, step_tokens: int, state: KVState | None, edits: Sequence[Edit], length: int, *, shared_until: int = 0
+) -> Cost:
+    """See `MemoryOracle.cost`. step_tokens: most tokens of a sequence in one step."""
+    costs = []
+    for pool in pools.pools:
+        forecast = _Forecast(pool, state.holdings[pool.group] if state else Holding(pool), state)
+        for edit in edits:
+            forecast.grow(edit.at - 1)
+            forecast.remove(edit.removed)
+        forecast.grow(length)
+        peak = most = forecast.peak
+        if pool.window is not None:  # a compaction has a page more than its window; what is shared later is not used again
+            reach = pool.pages(pool.page_size - 1 + pool.window - 1 + pool.slack + step_tokens)
+            peak += reach if shared_until else 0
+            limit = reach * (2 if shared_until else 1) + bool(edits)
+            most, peak = min(peak, limit), max(0, min(peak, limit - forecast.start))
+        costs.append((peak, min(forecast.own, peak), most))
+    return Cost(*(Units(counts) for counts in zip(*costs, strict=True)))
 
 
 class _Forecast:

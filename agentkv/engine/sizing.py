@@ -54,26 +54,33 @@ class MemoryPlan:
     window: int
 
 
-def plan_memory(loaded: LoadedModel, config: EngineConfig, method: SparseMethod) -> MemoryPlan:
-    """The arena for this model and method; `config.memory` is not read. BadModel, with the numbers, where there is none."""
+def groups_of(loaded: LoadedModel, config: EngineConfig, method: SparseMethod) -> tuple[Group, ...]:
+    """What a sequence has page tables of: the model's KV and the method's state. BadRequest for state that is not kept yet."""
+    return (*loaded.groups(config.page_size), *(spec.group(config.page_size) for spec in method.states))
+
+
+def plan_memory(loaded: LoadedModel, config: EngineConfig, method: SparseMethod, step: int | None = None) -> MemoryPlan:
+    """The arena for this model and method; `config.memory` is not read. step: what `measure_step` gave, None to measure now.
+    BadModel, with the numbers, where there is none."""
     share = CPU_SHARE if loaded.device.type == "cpu" else GPU_SHARE
-    groups = loaded.groups(config.page_size)
+    groups = groups_of(loaded, config, method)
     stripe = sum(group.stripe_bytes for group in groups)
     window = sum(group.stripe_bytes * -(-_reach(group, config) // config.page_size) for group in groups)
-    usable, weights, step = usable_memory(loaded.device), loaded.weight_bytes, measure_step(loaded, config, method)
+    usable, weights = usable_memory(loaded.device), loaded.weight_bytes
+    step = measure_step(loaded, config, method) if step is None else step
     arena = max(0, int((usable - weights - step) * share))
     arena -= arena % min(ARENA_ROUND, max(stripe, arena))
     plan = MemoryPlan(usable, weights, step, arena, window)
     log.info("memory plan on %s: %s", loaded.device, plan)
     if not arena:
         raise BadModel(
-            f"no room for KV on {loaded.device}: weights take {_gib(weights)} and a step {_gib(step)} of {_gib(usable)}",
+            f"no room for KV on {loaded.device}: weights take {gib(weights)} and a step {gib(step)} of {gib(usable)}",
             hint="Take a smaller model or dtype, or a device with more memory",
         )
     if arena < window:
         raise BadModel(
-            f"one window of {config.window:,} tokens needs {_gib(window)} of KV; weights ({_gib(weights)}) and a step "
-            f"({_gib(step)}) leave {_gib(arena)} of {_gib(usable)} for it",
+            f"one window of {config.window:,} tokens needs {gib(window)} of KV; weights ({gib(weights)}) and a step "
+            f"({gib(step)}) leave {gib(arena)} of {gib(usable)} for it",
             hint=f"Open it with window={arena // stripe * config.page_size} or less, or say how much memory= it may take",
         )
     return plan
@@ -89,7 +96,7 @@ def measure_step(loaded: LoadedModel, config: EngineConfig, method: SparseMethod
 
 def _measured(loaded: LoadedModel, config: EngineConfig, method: SparseMethod, lengths: list[int]) -> int:
     pages = sum(-(-length // config.page_size) for length in lengths)
-    trial = replace(config, memory=pages * sum(group.stripe_bytes for group in loaded.groups(config.page_size)))
+    trial = replace(config, memory=pages * sum(group.stripe_bytes for group in groups_of(loaded, config, method)))
     llm = LLM(trial, ModelRunner(loaded, trial, method), reuse="chain")
     sampling = Sampling(max_tokens=1, temperature=1.0, top_p=0.9, min_p=0.01, repetition_penalty=1.1)
     for length in lengths:
@@ -99,7 +106,7 @@ def _measured(loaded: LoadedModel, config: EngineConfig, method: SparseMethod, l
     faults = [output.seq.fault for output in outputs if output.seq.fault is not None]
     if faults:
         raise BadModel(
-            f"a step of {sum(lengths)} tokens cannot run beside the weights ({_gib(loaded.weight_bytes)}) on {loaded.device}: "
+            f"a step of {sum(lengths)} tokens cannot run beside the weights ({gib(loaded.weight_bytes)}) on {loaded.device}: "
             f"{str(faults[0]).splitlines()[0]}",
             hint="Take a smaller model or dtype, or a device with more memory",
         )
@@ -160,5 +167,6 @@ def _reach(group: Group, config: EngineConfig) -> int:
     return min(kept, config.window)
 
 
-def _gib(size: int) -> str:
+def gib(size: int) -> str:
+    """A size for people."""
     return f"{size / 2**30:,.2f} GiB" if size >= 2**28 else f"{size / 2**20:,.1f} MiB"
