@@ -140,6 +140,7 @@ def serve(
     page_size: Annotated[int | None, typer.Option(help="Slots of a KV page. Default: 128 on CPU, 16 on a GPU.")] = None,
     step_timeout: Annotated[float | None, typer.Option(help="Seconds until a step is taken for lost. Default: 300.")] = None,
     lookup: Lookup = 8,
+    threads: Annotated[int | None, typer.Option(help="CPU threads of the engine. Default: torch's number.")] = None,
     api_key: Annotated[
         list[str] | None, typer.Option(envvar="AGENTKV_API_KEY", help="Accepted bearer key; repeatable.")
     ] = None,
@@ -155,7 +156,7 @@ def serve(
     default_policy = _policy_file(policy) if policy else None
     _check_free(host, port)
     sizes: dict[str, Any] = {"memory": memory, "window": window, "page_size": page_size, "warm_memory": warm_memory}
-    sizes |= {"step_timeout": step_timeout, "lookup": lookup}
+    sizes |= {"step_timeout": step_timeout, "lookup": lookup, "threads": threads}
     with Runtime(model, method=method, device=device, dtype=dtype, db=db or DEFAULT, **sizes) as runtime:
         lines = paste_lines(f"http://{host}:{port}", runtime.model_name, runtime.window)
         typer.echo(lines.replace('"none"', '"YOUR_KEY"') if api_key else lines, err=True)

@@ -33,6 +33,7 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
     """The report for people."""
     yield f"machine    Python {report['python']}, {report['platform']}"
     yield f"cpu        {_cpu(report['cpu'])}"
+    yield f"           one core for each thread of the engine: {report['cpu']['pinning']}"
     yield f"           compiled kernels: {report['cpu']['kernels']}; bfloat16 {report['cpu']['bfloat16']}"
     for gpu in report["gpus"]:
         memory = f"{size(gpu['free_bytes'])} of {size(gpu['bytes'])} free"

@@ -91,7 +91,7 @@ class Runtime:
     bytes of host memory for the KV of idle sessions, 0 for none; None: none on CPU, a quarter of what is free with a GPU.
     step_timeout: seconds after which a step is taken for lost and who waits gets EngineFault; None is 300. lookup: most
     tokens that a step may check for one session, the next one and guesses from its own text; 0 guesses nothing. Answers are
-    the same either way, sampled ones too.
+    the same either way, sampled ones too. threads: of the engine's work on a CPU; None is torch's number.
 
     Raises UnknownModel, BadModel, UnknownOption, BadRequest and StoreFault. Not closing it leaks nothing past the process.
     """
@@ -110,6 +110,7 @@ class Runtime:
         warm_memory: int | str | None = None,
         step_timeout: float | None = None,
         lookup: int = 8,
+        threads: int | None = None,
     ) -> None:
         # OpenMP threads that spin while they wait make every step many times slower as soon as the cores are shared.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -128,6 +129,7 @@ class Runtime:
                 warm_memory=warm_memory,
                 step_timeout=step_timeout,
                 lookup=lookup,
+                threads=threads,
             )
         except BaseException:
             if self._store is not None:

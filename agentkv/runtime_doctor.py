@@ -68,13 +68,14 @@ def _libraries(found: Findings) -> dict[str, dict[str, str | None]]:
 
 def _cpu(found: Findings) -> dict[str, Any]:
     from agentkv.engine.devices import cpu_bfloat16, cpu_compiler, cpu_kernels, free_host_memory
-    from agentkv.engine.threads import allowed_cores, core_quota, thread_environment, torch_threads
+    from agentkv.engine.threads import allowed_cores, core_quota, pin_plan, thread_environment, torch_threads
 
     facts: dict[str, Any] = {
         "cores": os.cpu_count(),
         "allowed_cores": len(allowed_cores()),
         "quota": core_quota(),
         "threads": torch_threads(),
+        "pinning": pin_plan(torch_threads())[1],
         "environment": thread_environment(),
         "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "free_bytes": free_host_memory(),

@@ -21,6 +21,7 @@ from agentkv.engine.lookup import MOST_QUERIES
 from agentkv.engine.runner import ModelRunner
 from agentkv.engine.sizing import plan_memory
 from agentkv.engine.sparse import SparseMethod
+from agentkv.engine.threads import EngineThreads
 from agentkv.engine.tokenizer import Tokenizer
 from agentkv.engine.worker import EngineWorker
 from agentkv.errors import BadRequest
@@ -58,8 +59,11 @@ def open_engine(
     warm_memory: int | str | None = None,
     step_timeout: float | None = None,
     lookup: int = LOOKUP,
+    threads: int | None = None,
 ) -> Engine:
     """Load a model and start its engine. Raises UnknownModel, BadModel, UnknownOption or BadRequest; nothing is left behind."""
+    if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= 1024):
+        raise BadRequest(f"threads={threads!r}: 1 to 1,024, or None", param="threads")
     path = model_path(model)
     chosen, name = _method(method)
     lookup = _checked_lookup(lookup) if chosen.truncates else 0
@@ -70,7 +74,8 @@ def open_engine(
     config = replace(config, lookup=lookup)
     runner = ModelRunner(loaded, config, chosen)
     fingerprint = _fingerprint(loaded, tokenizer, chosen, config)
-    worker = EngineWorker(LLM(config, runner, tokenizer=tokenizer, reuse=chosen.reuse, fingerprint=fingerprint))
+    llm = LLM(config, runner, tokenizer=tokenizer, reuse=chosen.reuse, fingerprint=fingerprint)
+    worker = EngineWorker(llm, EngineThreads(threads) if loaded.device.type == "cpu" else None)
     backend = EngineBackend(
         worker,
         tokenizer,

@@ -14,6 +14,10 @@
 #include <limits>
 #include <memory>
 #include <vector>
+#if defined(__linux__) && defined(_OPENMP)
+#include <omp.h>
+#include <sched.h>
+#endif
 
 namespace {
 
@@ -473,4 +477,26 @@ void attend(const Rows& in, const T* q, const T* pages, T* out, float* lse, int 
 extern "C" {
 EXPORT(float, float32)
 EXPORT(uint16_t, bfloat16)
+
+// Binds thread i of the caller's team to cores[i]; 0 in `bound` where the system does not, and then every thread is as it was.
+void pin(const int32_t* cores, int threads, int32_t* bound) {
+#if defined(__linux__) && defined(_OPENMP)
+    cpu_set_t before;
+    int failed = sched_getaffinity(0, sizeof before, &before);
+#pragma omp parallel num_threads(threads) reduction(+ : failed)
+    {
+        cpu_set_t one;
+        CPU_ZERO(&one);
+        CPU_SET(cores[omp_get_thread_num()], &one);
+        failed += omp_get_num_threads() != threads || sched_setaffinity(0, sizeof one, &one);
+    }
+    if (failed) {
+#pragma omp parallel num_threads(threads)
+        sched_setaffinity(0, sizeof before, &before);
+    }
+    *bound = !failed;
+#else
+    *bound = 0;
+#endif
+}
 }

@@ -150,4 +150,6 @@ def _open(path: Path) -> dict[tuple[str, torch.dtype], Callable[..., None]]:
         for name, arguments in _ARGUMENTS.items():
             functions[name, kind] = function = library[f"{name}_{suffix}"]
             function.argtypes, function.restype = arguments, None
+    functions["pin", torch.int32] = pin = library["pin"]
+    pin.argtypes, pin.restype = (_P, _I, _P), None
     return functions

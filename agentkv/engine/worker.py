@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from agentkv.engine.core import Request, Sequence, StepOutput
 from agentkv.engine.llm import LLM
+from agentkv.engine.threads import EngineThreads
 from agentkv.errors import EngineFault
 
 log = logging.getLogger(__name__)
@@ -45,15 +46,16 @@ class Ticket:
 
 
 class EngineWorker:
-    """Owns an `LLM` and the thread that may touch it.
+    """Owns an `LLM` and the thread that may touch it. threads: what that thread does about the CPU's cores; None is nothing.
 
     A second thread watches the first. A step or command that takes longer than `config.step_timeout` is taken for lost: the
     thread cannot be killed, but everybody who waits for it gets an EngineFault, and so does who comes later, at once. Should
     it return after all, what was running is rolled back and the engine serves again.
     """
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, threads: EngineThreads | None = None) -> None:
         self.llm = llm
+        self._threads = threads
         self._busy_since: float | None = None
         self._current: Future[Any] | None = None
         self._lost: EngineFault | None = None
@@ -135,6 +137,15 @@ class EngineWorker:
             self._wake.notify()
 
     def _loop(self) -> None:
+        if self._threads is None:
+            return self._serve()
+        self._threads.begin()
+        try:
+            return self._serve()
+        finally:
+            self._threads.end()
+
+    def _serve(self) -> None:
         while True:
             with self._wake:
                 while not (self._commands or self._tickets or self._closed):
