@@ -26,7 +26,7 @@ from agentkv.errors import BadRequest
 from agentkv.runtime_engine import model_path
 
 RATES = ("prefill", "decode", "end_to_end", "prefill_cpu", "decode_cpu")
-"""See `Run.rates`; the last two where the peer runs in this process."""
+"""See `Run.rates`; the last two where the peer runs in this process or was started here."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,8 @@ from agentkv.types import Sampling
 class Run:
     """One measured run. prefill_s, decode_s: seconds in which prompts were read, and in which only new tokens were made.
 
-    decoded: tokens made in decode_s. seconds: the whole. tokens: of each prompt's answer. cpu_s: this process's processor time
-    in prefill_s and decode_s, None for a server.
+    decoded: tokens made in decode_s. seconds: the whole. tokens: of each answer. cpu_s: their maker's processor time in
+    prefill_s and decode_s, None for a server elsewhere.
     """
 
     prompt_tokens: int

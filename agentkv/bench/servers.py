@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -30,12 +30,14 @@ _SHOWN = 600  # characters of a log's end
 class Server:
     """A server with OpenAI's /v1/completions that takes token ids and streams; prompts are sent at once.
 
-    gives_ids: it says which tokens it made (vLLM's `return_token_ids`), known after the first run.
+    gives_ids: it says which tokens it made (vLLM's `return_token_ids`), known after the first run. busy: processor seconds that
+    it has taken so far, where that can be told.
     """
 
     together = True
 
-    def __init__(self, url: str, name: str | None = None) -> None:
+    def __init__(self, url: str, name: str | None = None, busy: Callable[[], float] | None = None) -> None:
+        self._busy = busy
         self.url = url.rstrip("/").removesuffix("/v1")
         self.name = name or self.url
         self.gives_ids = False
@@ -49,17 +51,22 @@ class Server:
 
     def run(self, prompts: Sequence[Sequence[int]], new: int) -> Run:
         """See Side. An event counts as the tokens that it names, else as one; prefill ends when every prompt has its first."""
-        begun = time.perf_counter()
+        first: dict[float, float] = {}  # when a prompt got its first token: processor seconds by then
+        begun, busy = time.perf_counter(), self._seconds()
         with ThreadPoolExecutor(len(prompts)) as pool:
-            answers = list(pool.map(lambda prompt: self._stream(prompt, new), prompts))
+            answers = list(pool.map(lambda prompt: self._stream(prompt, new, first), prompts))
         filled, ended = max(each[0][0] for each in answers), max(each[-1][0] for each in answers)
         decoded = sum(moment > filled for each in answers for moment, _ in each)
         tokens = [[token for _, token in each] for each in answers]
         self.gives_ids = all(token >= 0 for each in tokens for token in each)
-        return Run(sum(map(len, prompts)), filled - begun, ended - filled, decoded, ended - begun, tokens)
+        cpu_s = (first[filled] - busy, self._seconds() - first[filled]) if self._busy else None
+        return Run(sum(map(len, prompts)), filled - begun, ended - filled, decoded, ended - begun, tokens, cpu_s)
 
-    def _stream(self, prompt: Sequence[int], new: int) -> list[tuple[float, int]]:
-        """When each token came, and which it is; -1 where that is not told."""
+    def _seconds(self) -> float:
+        return self._busy() if self._busy else 0.0
+
+    def _stream(self, prompt: Sequence[int], new: int, first: dict[float, float]) -> list[tuple[float, int]]:
+        """When each token came, and which it is; -1 where that is not told. Its first moment is noted in `first`."""
         body = {
             "model": self.model,
             "prompt": list(prompt),
@@ -74,7 +81,12 @@ class Server:
         )
         try:
             with urllib.request.urlopen(request, timeout=START_SECONDS) as answer:
-                events = [(time.perf_counter(), line) for line in answer if line.startswith(b"data: {")]
+                events = []
+                for line in answer:
+                    if line.startswith(b"data: {"):
+                        events.append((time.perf_counter(), line))
+                        if len(events) == 1:
+                            first[events[0][0]] = self._seconds()
         except OSError as error:
             raise BadRequest(
                 f"peer {self.url}: {error}", hint="It must stream /v1/completions of token ids", param="peer"
@@ -133,7 +145,7 @@ def _vllm(loaded: LoadedModel, rows: int, most_tokens: int) -> Iterator[Server]:
             )
         try:
             _await(f"http://127.0.0.1:{port}/health", process, log)
-            yield Server(f"http://127.0.0.1:{port}", "vllm")
+            yield Server(f"http://127.0.0.1:{port}", "vllm", _clock(process.pid))
         finally:
             _end(process)
 
@@ -154,6 +166,23 @@ def _environment(program: str, loaded: LoadedModel, tokens: int) -> dict[str, st
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
+
+
+def _clock(group: int) -> Callable[[], float] | None:
+    """Tells the processor seconds of the processes of a group, by the system's tables; None where it has no such tables."""
+    if not Path("/proc/self/stat").exists():
+        return None
+    tick = os.sysconf("SC_CLK_TCK")
+
+    def seconds() -> float:
+        total = 0
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):
+                fields = stat.read_text().rpartition(")")[2].split()  # from the state on: the name may hold anything
+                total += (int(fields[11]) + int(fields[12])) * (int(fields[2]) == group)
+        return total / tick
+
+    return seconds
 
 
 def _await(url: str, process: subprocess.Popen[bytes], log: Path) -> None:

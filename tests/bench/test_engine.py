@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from statistics import median
@@ -150,3 +153,87 @@ def test_the_command_line(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["bench", "engine", "--model", "tiny", *sizes, "--json", "--out", str(out)])
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout.splitlines()[-1]) == json.loads(out.read_text())
+
+
+PROGRAM = """#!{python}
+import json, os, subprocess, sys, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.answer([json.dumps({{"data": [{{"id": "m"}}]}}).encode()])
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        event = b"data: " + json.dumps({{"choices": [{{"token_ids": [77, 77]}}]}}).encode() + b"\\n\\n"
+        self.answer(event for _ in range(body["max_tokens"] // 2))
+    def answer(self, parts):
+        self.send_response(200)
+        self.end_headers()
+        for part in parts:
+            end = time.thread_time() + 0.02
+            while time.thread_time() < end:
+                pass
+            self.wfile.write(part)
+    def log_message(self, *args):
+        pass
+
+helper = subprocess.Popen(["sleep", "600"])
+with open(os.environ["NOTES"], "w") as notes:
+    json.dump({{"arguments": sys.argv, "environment": dict(os.environ), "helper": helper.pid}}, notes)
+if {ready}:
+    ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+print("no room for the cache")
+sys.exit(3)
+"""
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[bool], Path]:
+    """A program of that name on the PATH, which starts a helper, notes how it was called, and serves or fails."""
+
+    def put(ready: bool) -> Path:
+        program = tmp_path / "bin" / "vllm"
+        program.parent.mkdir()
+        program.write_text(PROGRAM.format(python=sys.executable, ready=ready))
+        program.chmod(0o755)
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+        monkeypatch.setenv("NOTES", str(tmp_path / "notes.json"))
+        return tmp_path / "notes.json"
+
+    return put
+
+
+def gone(pid: int) -> bool:
+    """Does the process end within seconds?"""
+    stat = Path(f"/proc/{pid}/stat")
+    end = time.monotonic() + 10
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z" and time.monotonic() < end:
+        time.sleep(0.01)
+    return time.monotonic() < end
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the system's process table")
+def test_vllm_is_started_like_us_and_ended_whole(vllm: Callable[[bool], Path]) -> None:
+    path = vllm(True)
+    result = run_engine(**SMALL, peer="vllm", threads=1)
+    notes = json.loads(path.read_text())
+    told = dict(zip(notes["arguments"][1:], notes["arguments"][2:], strict=False))
+    assert (told["--dtype"], told["--max-model-len"], told["--max-num-seqs"]) == ("float32", "36", "3")
+    assert notes["environment"]["OMP_NUM_THREADS"] == "1"
+    assert notes["environment"]["VLLM_CPU_OMP_THREADS_BIND"] == str(min(os.sched_getaffinity(0)))
+    assert gone(notes["helper"])
+    batch = result["workloads"]["batch"]
+    assert batch["equal_answers"].startswith("0 of ")  # it says which tokens: none are ours
+    for run in batch["runs"]["vllm"]:
+        assert 0 < run["decoded"] <= 3 * 4
+        busy = 3 * 30 / run["prefill_cpu"] + run["decoded"] / run["decode_cpu"]
+        assert busy == pytest.approx(3 * 3 * 0.02, rel=0.5)  # what its handlers burn
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the system's process table")
+def test_vllm_that_does_not_start_says_why(vllm: Callable[[bool], Path]) -> None:
+    path = vllm(False)
+    with pytest.raises(BadRequest, match=r"exit code 3\): no room for the cache"):
+        run_engine(**SMALL, peer="vllm", threads=1)
+    assert gone(json.loads(path.read_text())["helper"])
