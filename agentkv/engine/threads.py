@@ -8,9 +8,9 @@ less than the machine), or where AGENTKV_PIN=1 says that they are its own; AGENT
 from __future__ import annotations
 
 import os
+import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 
@@ -72,20 +72,24 @@ class EngineThreads:
     A second engine of the process is not bound: it would wait for the first one's cores.
     """
 
-    _bound: ClassVar[set[int]] = set()
-    """Engines of the process whose threads are bound."""
+    _cores = threading.Lock()
+    """Held by the engine whose threads are bound."""
 
     def __init__(self, threads: int | None) -> None:
         self.threads = threads
+        self._bound = False
 
     def begin(self) -> None:
         """Called on the engine's thread; what OpenMP starts for it belongs to it and ends with it."""
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         cores, _ = pin_plan(torch.get_num_threads())
-        if cores and not self._bound and pin_threads(cores):
-            self._bound.add(id(self))
+        if cores and self._cores.acquire(blocking=False):
+            self._bound = pin_threads(cores)
+            if not self._bound:
+                self._cores.release()
 
     def end(self) -> None:
         """Called when the thread is about to end."""
-        self._bound.discard(id(self))
+        if self._bound:
+            self._cores.release()

@@ -85,8 +85,18 @@ def test_impossible_plans_say_the_numbers_and_what_to_do(model: Any, monkeypatch
         plan_memory(loaded, config(), dense)
 
 
-@pytest.mark.parametrize("bad", [{"memory": "automatic"}, {"step_timeout": 0}, {"step_timeout": "1"}])
+@pytest.mark.parametrize("bad", [{"memory": "automatic"}, {"step_timeout": 0}, {"step_timeout": "1"}, {"threads": 0}])
 def test_bad_sizes_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(BadRequest) as caught:
         Runtime("micro", db=None, **bad)
     assert caught.value.details["param"] in bad
+
+
+def test_the_engine_has_the_threads_asked_for_and_the_caller_keeps_its_own() -> None:
+    before = torch.get_num_threads()
+    try:
+        with Runtime("micro", db=None, threads=before + 1) as runtime:
+            assert runtime._engine.worker.call(torch.get_num_threads) == before + 1
+            assert torch.get_num_threads() == before
+    finally:
+        torch.set_num_threads(before)  # torch gives a new number to threads that have none yet
