@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import hypothesis.strategies as st
 import pytest
-from fake_engine import ALL, Oracle, Windows, engine, request
+from fake_engine import ALL, Oracle, Windows, copying, draw, engine, request
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
@@ -61,6 +61,7 @@ class Schedules(RuleBasedStateMachine):
         windows=st.sampled_from(WINDOWS),
         slack=st.integers(0, 5),
         warm=st.sampled_from([0, 4, 12, 40]),
+        lookup=st.sampled_from([0, 8]),
     )
     def start(
         self,
@@ -73,6 +74,7 @@ class Schedules(RuleBasedStateMachine):
         windows: Windows,
         slack: int,
         warm: int,
+        lookup: int,
     ) -> None:
         self.now = 0.0
         self.llm = engine(
@@ -85,10 +87,12 @@ class Schedules(RuleBasedStateMachine):
             windows=windows,
             slack=slack,
             warm_pages=warm,
+            lookup=lookup,
             clock=lambda: self.now,
         )
         self.llm.runner.vocab = VOCAB
         self.oracle = Oracle(VOCAB, windows)
+        self.llm.runner.draw = self.oracle.draw = copying if lookup else draw
         self.windowed = windows != ALL
         self.units, self.page, self.slots = units, page, units * page
         self.open: list[Asked] = []
