@@ -153,6 +153,8 @@ def check(pools: KVPools, radix: RadixCache, chains: ChainCache, scheduler: Sche
         assert (seq.row is None) is (seq.status is not Status.RUNNING)
         assert NOTHING.within(seq.reserved_units)
         assert seq.status is Status.RUNNING or not seq.reserved_units
+        assert seq.warm is None or (seq.status is Status.WAITING and seq.state is None)
+        assert seq.warm is None or seq.warm.parts is None or tier.holds(seq.warm)
     needed = [seq.state for seq in (*scheduler.running, *scheduler.finished) if seq.state is not None]
     assert scheduler.oracle.has_room(needed, scheduler.reserved_units)
     assert scheduler.reserved_units.within(Units.of(pools.arena.claimed(pool.cls) for pool in pools.pools))

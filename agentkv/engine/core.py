@@ -20,6 +20,7 @@ from agentkv.types import FinishReason, Interval, Miss, Sampling
 
 if TYPE_CHECKING:
     from agentkv.engine.cache.state import KVState
+    from agentkv.engine.cache.tiers import Warm
     from agentkv.engine.lookup import Drafter
 
 GRANULE = 256
@@ -96,8 +97,8 @@ Group = KVGroup | StateGroup
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Sizes of the engine. memory: bytes of the KV arena; window: most logical tokens of a sequence; warm_memory: most bytes
-    of host memory for the KV of idle chains, 0 for none. lookup: most tokens that a decode row forwards in one step, guesses
-    of prompt lookup included; 0 guesses nothing.
+    of host memory for the KV of idle chains and preempted sequences, 0 for none. lookup: most tokens that a decode row
+    forwards in one step, guesses of prompt lookup included; 0 guesses nothing.
 
     patience: steps that a waiting request may be passed over before it is owed service (see `queue.WaitingQueue`).
     step_timeout: seconds after which a step is taken for lost (see `worker.EngineWorker`).
@@ -194,7 +195,8 @@ class Sequence:
 
     deadline: on the engine's clock. passed_over: steps in which others went first. guaranteed: it was owed service and runs
     to its end. wanted_units: what it would have taken when it was last tried. preemptions: how often it lost its row; computed:
-    tokens that were forwarded by then. paid: tokens that its tenant was charged for and that are still to be forwarded.
+    tokens that were forwarded by then; warm: its KV in host memory, where others took its units. paid: tokens that its tenant
+    was charged for and that are still to be forwarded.
     """
 
     seq_id: int
@@ -228,6 +230,7 @@ class Sequence:
     wanted_units: Units = NOTHING
     preemptions: int = 0
     computed: int = 0
+    warm: Warm | None = None
     paid: int = 0
     drafter: Drafter | None = None
 
@@ -258,9 +261,11 @@ class Sequence:
 
     @property
     def held(self) -> bool:
-        """Does it wait for the prompt of its leader?"""
+        """Does it wait for the prompt of its leader? One that has run goes on by itself."""
         leader = self.leader
-        return leader is not None and leader.status in (Status.WAITING, Status.RUNNING) and leader.prefilling
+        if leader is None or self.preemptions:
+            return False
+        return leader.status in (Status.WAITING, Status.RUNNING) and leader.prefilling
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-from agentkv.engine.cache.chain import ChainCache
+from agentkv.engine.cache.chain import LEAST_SHARE, ChainCache
 from agentkv.engine.cache.extents import ExtentPool
 from agentkv.engine.cache.holding import Holding
 from agentkv.engine.cache.intervals import clip, size, subtract
@@ -13,6 +13,7 @@ from agentkv.engine.cache.pools import KVPools
 from agentkv.engine.cache.radix import RadixCache
 from agentkv.engine.cache.reclaim import Goal, Room, reclaim
 from agentkv.engine.cache.state import KVState
+from agentkv.engine.cache.tiers import Warm
 from agentkv.engine.core import Edit
 from agentkv.engine.units import Units
 from agentkv.types import Interval
@@ -75,6 +76,20 @@ class MemoryOracle(Protocol):
     def shrink(self, state: KVState, claimed: Units, least: int) -> bool:
         """Cut a state from its end until these units can be claimed. False: fewer than `least` logical tokens, or none, would
         have been left of it, and it was released."""
+        ...
+
+    def demote(self, state: KVState, claimed: Units, token_ids: Sequence[int], salt: str) -> Warm | None:
+        """Copy a state to host memory and release it. None, and nothing happens, where there is no room for the copy, or where
+        it costs more than to compute again what a cut would lose for these claims."""
+        ...
+
+    def restore(self, warm: Warm) -> KVState | None:
+        """The state of a copy, in units that were claimed for it; None where it cannot be had. The copy is gone either way.
+        Raises EngineFault; then it is not."""
+        ...
+
+    def forget(self, warm: Warm) -> None:
+        """Nobody needs the copy any more."""
         ...
 
 
@@ -161,6 +176,29 @@ class PagedOracle:
             state.cut(kept)
             step *= 2
         return True
+
+    def demote(self, state: KVState, claimed: Units, token_ids: Sequence[int], salt: str) -> Warm | None:
+        """See MemoryOracle. To lose less than a quarter of a state costs less than to copy all of it; and what others hold of
+        it is not freed by a copy."""
+        lacking = self.pools.bytes(claimed) - self.pools.arena.free_bytes
+        freed = self.pools.bytes(self.pools.returned([state.slices]))
+        if min(lacking, freed) * LEAST_SHARE < self.pools.bytes(state.units):
+            return None
+        warm = self.chains.tier.demote(state, token_ids, salt)
+        if warm is not None:
+            state.release()
+        return warm
+
+    def restore(self, warm: Warm) -> KVState | None:
+        """See MemoryOracle."""
+        state = self.chains.tier.restore(warm)
+        if state is None:
+            self.forget(warm)
+        return state
+
+    def forget(self, warm: Warm) -> None:
+        """See MemoryOracle."""
+        self.chains.tier.discard(warm)
 
     def _reclaim_radix(self, goal: Goal) -> None:
         if not goal.met():

@@ -2,8 +2,8 @@
 
 A preempted sequence waits again and its state is **parked**: it holds its units as long as nobody else needs them, and goes on
 from what is left of it. Parked states are active work, so they are given up after every cached one, the last in the queue
-first, each from its end and no further than needed. What was lost is forwarded again as a prompt chunk; tokens that were drawn
-stay drawn.
+first: each goes to host memory whole, where the warm tier takes it, or is cut from its end, no further than needed, where that
+is cheaper. What was lost is forwarded again as a prompt chunk; tokens that were drawn stay drawn.
 
 There is no livelock. A higher priority preempts a lower one and never the other way round; the elder (see `queue`) preempts
 those that passed it over, and is not preempted itself.
@@ -84,6 +84,10 @@ def shed(parked: Iterable[Sequence], claimed: Units, oracle: MemoryOracle) -> bo
         if oracle.claim(claimed):
             return True
         assert seq.state is not None
+        seq.warm = oracle.demote(seq.state, claimed, seq.token_ids, seq.request.salt)
+        if seq.warm is not None:
+            seq.state, seq.shared_until = None, 0
+            continue
         least = max((edit.at - 1 for edit in seq.state.edits), default=0)  # below it a cut has seen prunes too early
         if not oracle.shrink(seq.state, claimed, least):
             seq.state = None

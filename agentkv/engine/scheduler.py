@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from heapq import heapify, heappop, heappush
 
+from agentkv.engine.cache.intervals import edits_to_apply, normal_edits
 from agentkv.engine.cache.state import Change, KVState
+from agentkv.engine.cache.tiers import Warm
 from agentkv.engine.core import Batch, EngineConfig, Reach, RowWork, Sequence, Status, TableUpdate
 from agentkv.engine.lookup import share
 from agentkv.engine.oracle import Cost, MemoryOracle
@@ -100,6 +102,7 @@ class Scheduler:
             self.finished.remove(seq)
         seq.status = Status.CLOSED
         self._drop_state(seq)
+        self._forget_copy(seq)
         self._retry = True
 
     def memory_changed(self) -> None:
@@ -151,13 +154,13 @@ class Scheduler:
         others = [*(each for each in self.running if each not in makes_way), *self.finished]
         rows = self.config.max_rows - len(self.running) + len(makes_way)
         for fresh in (False, True):
-            cost = self._offer(seq, fresh)
-            at_once = bool(self._rows) and self.oracle.claim(self.reserved_units + cost.peak)
-            lose = [] if at_once else victims(seq, cost.peak, makes_way, others, rows, self.oracle)
+            cost, wanted = self._offer(seq, fresh)
+            at_once = bool(self._rows) and self.oracle.claim(self.reserved_units + wanted)
+            lose = [] if at_once else victims(seq, wanted, makes_way, others, rows, self.oracle)
             if lose is not None:
                 for victim in reversed(lose):
                     self._preempt(victim, seq)
-                if self._make_room(seq, self.reserved_units + cost.peak):
+                if self._make_room(seq, self.reserved_units + wanted):
                     self._start(seq, cost)
                     return True
             if others:
@@ -171,18 +174,31 @@ class Scheduler:
         reserved = self.reserved_units
         if not self._rows or not self.oracle.plenty(reserved + seq.wanted_units):
             return False
-        cost = self._offer(seq, fresh=False)
-        if self.oracle.plenty(reserved + cost.peak) and self.oracle.claim(reserved + cost.peak):
+        cost, wanted = self._offer(seq, fresh=False)
+        if self.oracle.plenty(reserved + wanted) and self.oracle.claim(reserved + wanted):
             self._start(seq, cost)
             return True
         self._withdraw(seq, cost.peak)
         return False
 
-    def _offer(self, seq: Sequence, fresh: bool) -> Cost:
-        """Give it the state that it would start from; what it would take beyond it."""
-        if seq.state is None:
+    def _offer(self, seq: Sequence, fresh: bool) -> tuple[Cost, Units]:
+        """Give it the state that it would start from; what it would take beyond it, and what must be there for it to start."""
+        if seq.warm is not None and seq.warm.lost:
+            self._forget_copy(seq)
+        if seq.warm is not None:  # it will be put into units of its own: they cost what a start from nothing costs
+            seq.pending_edits = list(normal_edits(seq.request.edits, seq.num_prompt_tokens))
+        elif seq.state is None:
             self._resume(seq, fresh)
-        return self._cost(seq)
+        cost = self._cost(seq)
+        return cost, cost.peak + self._owed_to_leader(seq)
+
+    def _owed_to_leader(self, seq: Sequence) -> Units:
+        """What its running leader must have reserved in addition: it counts on pages behind its windows, and the two hold those
+        together now."""
+        leader = seq.leader
+        if leader is None or leader.status is not Status.RUNNING or leader.state is None or not leader.state.pools.windowed:
+            return NOTHING
+        return (self._cost(leader).peak - leader.reserved_units).most(NOTHING)
 
     def _withdraw(self, seq: Sequence, peak: Units) -> None:
         """It does not start; a parked state stays parked."""
@@ -191,9 +207,16 @@ class Scheduler:
             self._drop_state(seq)
 
     def _start(self, seq: Sequence, cost: Cost) -> None:
+        if seq.warm is not None:
+            self._wake(seq, seq.warm)
+            cost, self._unsettled = self._cost(seq), True
         self.waiting.remove(seq)
         seq.status, seq.row, seq.table_from = Status.RUNNING, heappop(self._rows), [0] * len(cost.peak.counts)
         seq.reserved_units, seq.peak_units = cost.peak, cost.bound
+        owed = self._owed_to_leader(seq)
+        if owed and seq.leader is not None:
+            seq.leader.reserved_units += owed
+            seq.leader.peak_units = seq.leader.peak_units.most(self._cost(seq.leader).bound)
         self.running.append(seq)
         self.waiting.clock.pay(seq, seq.num_known - seq.num_forwarded)
         lost = seq.computed - seq.num_forwarded
@@ -204,6 +227,16 @@ class Scheduler:
             seq.miss = seq.miss or Miss(reason="reclaimed", tokens=lost, detail="preempted: others needed its memory")
         seq.computed, seq.wanted_units = 0, NOTHING
         self._retry = True  # who is owed service may have more rivals now
+
+    def _wake(self, seq: Sequence, warm: Warm) -> None:
+        """Bring its copy back into the units that were claimed for it; without it, it starts from nothing."""
+        state, seq.warm = self.oracle.restore(warm), None
+        if state is None:
+            self._resume(seq, True)
+            return
+        left = edits_to_apply(state.edits, tuple(seq.pending_edits), state.logical_length)
+        assert left is not None, "it is a copy of this sequence's own state"
+        seq.state, seq.pending_edits = state, left
 
     def _preempt(self, seq: Sequence, by: Sequence) -> None:
         """Its row and reservation go to others; its state is parked."""
@@ -333,6 +366,11 @@ class Scheduler:
         if seq.state is not None:
             seq.state.release()
         seq.state = None
+
+    def _forget_copy(self, seq: Sequence) -> None:
+        if seq.warm is not None:
+            self.oracle.forget(seq.warm)
+        seq.warm = None
 
 
 def _reaches(state: KVState, position: int, count: int) -> tuple[Reach | None, ...]:

@@ -125,9 +125,11 @@ def _tiers(stats: Mapping[str, Any]) -> Iterator[Metric]:
         yield CounterMetricFamily("agentkv_arena_moved_bytes", "Arena bytes moved to make room", value=stats["moved_bytes"])
     if "warm" in stats:
         warm = stats["warm"]
-        yield GaugeMetricFamily("agentkv_warm_bytes", "KV of idle chains in host memory", value=warm["bytes"])
-        yield CounterMetricFamily("agentkv_demotions", "Chains copied to host memory", value=warm["demotions"])
-        yield CounterMetricFamily("agentkv_restores", "Chains copied back", value=warm["restores"])
+        yield GaugeMetricFamily(
+            "agentkv_warm_bytes", "KV of idle chains and preempted requests in host memory", value=warm["bytes"]
+        )
+        yield CounterMetricFamily("agentkv_demotions", "KV states copied to host memory", value=warm["demotions"])
+        yield CounterMetricFamily("agentkv_restores", "KV states copied back", value=warm["restores"])
 
 
 def _gauge(name: str, text: str, label: str, values: Mapping[str, Any]) -> GaugeMetricFamily:

@@ -86,7 +86,7 @@ class MixedLife(EngineLife):
         self.llm.check()
         self.ballast.check()
         stats = self.llm.stats()
-        mine = (stats.active + stats.chains + stats.checkpoints + stats.radix) * stats.unit_bytes
+        mine = (stats.active + stats.parked + stats.chains + stats.checkpoints + stats.radix) * stats.unit_bytes
         assert mine + len(self.ballast.held) * self.ballast.cls.unit_bytes == self.llm.arena.used_bytes
         assert stats.free == stats.total - self.llm.arena.used_bytes // stats.unit_bytes
 

@@ -76,10 +76,11 @@ def test_what_memory_takes_is_recomputed_and_nothing_said_twice(prompt: int, cap
 
 @pytest.mark.parametrize("progress", range(1, 9))
 @pytest.mark.parametrize("rival", [4, 12, 28])
-def test_pruned_histories_survive_a_preemption_at_any_point(progress: int, rival: int) -> None:
-    """Inside the prompt, at an edit, behind it: parked, cut or lost, the tokens are those of an undisturbed run."""
+@pytest.mark.parametrize("warm", [0, 20])
+def test_pruned_histories_survive_a_preemption_at_any_point(progress: int, rival: int, warm: int) -> None:
+    """Inside the prompt, at an edit, behind it: parked, cut, copied or lost, the tokens are those of an undisturbed run."""
     ids, edits = [i % 3 for i in range(22)], [Edit(6, ((1, 3),)), Edit(15, ((4, 9),))]
-    llm = engine(units=8, page_size=4, step_tokens=6)
+    llm = engine(units=8, page_size=4, step_tokens=6, warm_pages=warm)
     low = llm.add(request(ids, "a", max_tokens=6, edits=edits))
     steps(llm, progress)
     high = llm.add(request([2] * rival, max_tokens=4, priority=1))
@@ -87,6 +88,88 @@ def test_pruned_histories_survive_a_preemption_at_any_point(progress: int, rival
     assert low.preemptions == (rival > 4 and progress < 9)
     assert made(low) == Oracle().generate(ids, edits, 0, 6)
     assert made(high) == Oracle().generate([2] * rival, [], 0, 4)
+
+
+@pytest.mark.parametrize("rival", [8, 20, 28, 36])
+def test_preemption_demotes_and_recomputes_only_where_that_is_cheaper(rival: int) -> None:
+    """What is lacking decides: nothing, parked as it is; most of the state, copied whole, and nothing is forwarded again."""
+    ids = [i % 3 for i in range(21)]
+    llm = engine(units=10, page_size=4, warm_pages=20)
+    low = llm.add(request(ids, max_tokens=12, seed=7))
+    steps(llm, 6)
+    llm.add(request([1] * rival, max_tokens=5, priority=5))
+    steps(llm, 1)
+    assert low.status is Status.WAITING
+    assert (low.parked, low.warm is not None) == (rival == 8, rival != 8)
+    run_and_commit(llm)
+    assert made(low) == Oracle().generate(ids, [], 7, 12)
+    stats = llm.stats()
+    assert (stats.demotions, stats.restores) == ((0, 0) if rival == 8 else (1, 1))
+    assert (low.num_prefilled_tokens, stats.tally.recomputed, stats.warm_bytes) == (21, 0, 0)
+
+
+def test_a_cut_that_costs_little_is_no_copy() -> None:
+    llm = engine(units=20, page_size=4, step_tokens=64, warm_pages=20)
+    low = llm.add(request([i % 3 for i in range(57)], max_tokens=8))
+    steps(llm, 3)
+    llm.add(request([1] * 20, max_tokens=5, priority=5))
+    steps(llm, 1)
+    assert (low.parked, low.num_forwarded, llm.stats().demotions) == (True, 56, 0), "59 had been"
+    run_and_commit(llm)
+    assert made(low) == Oracle().generate([i % 3 for i in range(57)], [], 0, 8)
+    assert llm.stats().tally.recomputed == 3
+
+
+def in_host_memory(warm_pages: int = 20) -> tuple[LLM, Sequence]:
+    """A sequence whose KV has gone to host memory, beside the one that took its place."""
+    llm = engine(units=10, page_size=4, warm_pages=warm_pages)
+    low = llm.add(request([i % 3 for i in range(21)], "low", max_tokens=12, seed=7, timeout=1000))
+    steps(llm, 6)
+    llm.add(request([1] * 30, max_tokens=5, priority=5))
+    steps(llm, 1)
+    return llm, low
+
+
+@pytest.mark.parametrize("what", ["corrupt", "lost", "too large", "a device fault"])
+def test_without_its_copy_it_is_computed_again(what: str) -> None:
+    llm, low = in_host_memory(3 if what == "too large" else 20)
+    assert (low.warm is None) is (what == "too large")
+    if low.warm is not None and what == "corrupt":
+        low.warm.token_ids[3] ^= 1
+    elif low.warm is not None and what == "lost":
+        llm.tier._lose(low.warm, "reclaimed")
+    high = llm.scheduler.running[0]
+    llm.runner.fail_move = what == "a device fault"  # type: ignore[attr-defined]
+    while not llm.stats().tally.recomputed and low.status is not Status.RUNNING:
+        for output in llm.step():
+            if output.seq is high and output.finished:
+                llm.commit(high, made(high))
+        llm.check()
+        if high.status is Status.CLOSED and low.warm is not None and what == "a device fault":
+            assert low.status is Status.WAITING, "the copy stays for another try"
+            llm.runner.fail_move = False  # type: ignore[attr-defined]
+    run_and_commit(llm)
+    assert made(low) == Oracle().generate([i % 3 for i in range(21)], [], 7, 12)
+    again = llm.stats().tally.recomputed
+    assert {"a device fault": again == 0, "too large": 0 < again < 25}.get(what, again == 25), again
+    assert llm.stats().warm_bytes == 0
+
+
+@pytest.mark.parametrize("how", ["abort", "deadline"])
+def test_a_copy_goes_with_its_sequence(how: str) -> None:
+    now = 0.0
+    llm, low = in_host_memory()
+    assert low.warm is not None
+    assert llm.stats().warm_bytes > 0
+    if how == "abort":
+        llm.abort(low)
+    else:
+        llm._clock = lambda: now
+        low.deadline = now
+        steps(llm, 1)
+        assert isinstance(low.fault, Cancelled)
+    llm.check()
+    assert llm.stats().warm_bytes == 0
 
 
 def run_and_commit(llm: LLM) -> list[Sequence]:

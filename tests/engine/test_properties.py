@@ -138,6 +138,15 @@ class EngineLife(RuleBasedStateMachine):
         session = self.pick(pick)
         self.add(session.ids[:length] + suffix or [1], None, session.edits if edited else [], 3, seed, session.salt)
 
+    @rule(pick=picks, seed=seeds, priority=st.sampled_from([0, 0, 1]))
+    def submit_beside(self, pick: int, seed: int, priority: int) -> None:
+        """Another answer to the prompt of one that is anywhere by now; a higher priority makes others way."""
+        if self.running:
+            first = self.running[pick % len(self.running)].seq
+            asked = first.request
+            self.seen["beside another"] += 1
+            self.add(asked.token_ids, None, list(asked.edits), 3, seed, asked.salt, priority=priority, beside=first)
+
     @rule(pick=picks, length=lengths, suffix=ids, seed=seeds)
     def rewrite(self, pick: int, length: int, suffix: list[int], seed: int) -> None:
         """A turn that changes history, as a rebuild does: other ids, no later prunes."""
@@ -161,10 +170,17 @@ class EngineLife(RuleBasedStateMachine):
                 return
 
     def add(
-        self, prompt: list[int], session: Session | None, edits: list[Edit], max_tokens: int | None, seed: int, salt: str
+        self,
+        prompt: list[int],
+        session: Session | None,
+        edits: list[Edit],
+        max_tokens: int | None,
+        seed: int,
+        salt: str,
+        **options: object,
     ) -> None:
         chain = session.name if session else None
-        asked = request(prompt, chain, max_tokens=max_tokens, seed=seed, edits=edits, salt=salt)
+        asked = request(prompt, chain, max_tokens=max_tokens, seed=seed, edits=edits, salt=salt, **options)
         most = len(prompt) + min(max_tokens or 1, max(1, WINDOW - len(prompt))) - 1
         if len(prompt) + 1 > WINDOW:
             with pytest.raises(ContextOverflow):
@@ -219,7 +235,8 @@ class EngineLife(RuleBasedStateMachine):
         return self.llm.runner.steps > before
 
     def finished(self, seq: Sequence) -> None:
-        assert seq.num_cached_tokens + seq.num_prefilled_tokens == seq.num_prompt_tokens
+        assert seq.preemptions or seq.num_cached_tokens + seq.num_prefilled_tokens == seq.num_prompt_tokens
+        self.seen["preempted"] += seq.preemptions > 0
         self.seen[f"miss: {seq.miss.reason if seq.miss else None}"] += 1
         if seq.num_cached_tokens:
             self.seen["continued from KV" + (" that was pruned" if seq.request.edits else "")] += 1
@@ -390,8 +407,9 @@ def act(life: EngineLife, rng: random.Random) -> None:
         "pressure": lambda: life.pressure(rng.randrange(1, 7)),
         "fault": life.fault,
         "fault in prune": lambda: life.fault_in_prune(pick),
+        "beside": lambda: life.submit_beside(pick, seed, rng.choice([0, 0, 1])),
     }
-    weights = [12, 8, 3, 14, 8, 2, 6, 2, 2, 2, 1, 1, 1, 2, 1, 1]
+    weights = [12, 8, 3, 14, 8, 2, 6, 2, 2, 2, 1, 1, 1, 2, 1, 1, 4]
     rules[rng.choices(list(rules), weights)[0]]()
     life.accounts()
 
@@ -410,6 +428,14 @@ def test_long_lives() -> None:
             life.teardown()
         except Exception as error:
             raise AssertionError(f"life {seed}") from error
-    rare = ("continued from KV that was pruned", "prune failed", "pruned tokens: True, bytes: True", "faults", "refused")
+    rare = (
+        "beside another",
+        "preempted",
+        "continued from KV that was pruned",
+        "prune failed",
+        "pruned tokens: True, bytes: True",
+        "faults",
+        "refused",
+    )
     misses = ("None", "new", "diverged", "reclaimed", "pruned_not_accepted")
     assert all(EngineLife.seen[what] > 3 for what in (*rare, *(f"miss: {reason}" for reason in misses))), EngineLife.seen

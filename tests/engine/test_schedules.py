@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import hypothesis.strategies as st
 import pytest
-from fake_engine import Oracle, engine, request
+from fake_engine import ALL, Oracle, Windows, copying, draw, engine, request
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
@@ -19,6 +19,7 @@ from agentkv.errors import Cancelled, Capacity, EngineFault
 
 VOCAB = 3
 TENANTS = ["", "b", "c"]
+WINDOWS: list[Windows] = [ALL, ALL, ALL, (None, 6), (5,), (None, 4, 9)]
 picks = st.integers(0, 19)
 priorities = st.sampled_from([0, 0, 0, 3, -3])
 timeouts = st.sampled_from([None, None, 3.0, 9.0, 30.0])
@@ -57,14 +58,42 @@ class Schedules(RuleBasedStateMachine):
         extra=st.integers(0, 8),
         patience=st.integers(1, 8),
         reuse=st.sampled_from(["radix", "radix", "chain"]),
+        windows=st.sampled_from(WINDOWS),
+        slack=st.integers(0, 5),
+        warm=st.sampled_from([0, 4, 12, 40]),
+        lookup=st.sampled_from([0, 8]),
     )
-    def start(self, units: int, page: int, rows: int, extra: int, patience: int, reuse: str) -> None:
+    def start(
+        self,
+        units: int,
+        page: int,
+        rows: int,
+        extra: int,
+        patience: int,
+        reuse: str,
+        windows: Windows,
+        slack: int,
+        warm: int,
+        lookup: int,
+    ) -> None:
         self.now = 0.0
         self.llm = engine(
-            units, page, max_rows=rows, step_tokens=rows + extra, patience=patience, reuse=reuse, clock=lambda: self.now
+            units,
+            page,
+            max_rows=rows,
+            step_tokens=rows + extra,
+            patience=patience,
+            reuse=reuse,
+            windows=windows,
+            slack=slack,
+            warm_pages=warm,
+            lookup=lookup,
+            clock=lambda: self.now,
         )
         self.llm.runner.vocab = VOCAB
-        self.oracle = Oracle(VOCAB)
+        self.oracle = Oracle(VOCAB, windows)
+        self.llm.runner.draw = self.oracle.draw = copying if lookup else draw
+        self.windowed = windows != ALL
         self.units, self.page, self.slots = units, page, units * page
         self.open: list[Asked] = []
         self.talks = [Talk(f"s{i}", TENANTS[i % 3]) for i in range(4)]
@@ -77,9 +106,11 @@ class Schedules(RuleBasedStateMachine):
         queue = self.llm.scheduler
         for seq in queue.waiting:
             peak = -(-(seq.num_prompt_tokens + seq.max_tokens - 1) // self.page)
-            if queue.free_rows and seq.state is None and not seq.request.edits:
+            if queue.free_rows and seq.state is None and not (seq.request.edits or seq.request.beside or self.windowed):
                 assert 20 * peak > 20 * queue.spare_units().total - self.units, "not admitted beside plenty of room"
         self.seen["waiting while others run"] += len(queue.waiting) > 0
+        self.seen["held"] += any(seq.held for seq in queue.waiting)
+        self.seen["parked in host memory"] += any(seq.warm is not None for seq in queue.waiting)
         return self.spied(batch)
 
     # -- requests
@@ -117,23 +148,63 @@ class Schedules(RuleBasedStateMachine):
     @rule(pick=picks)
     def too_large(self, pick: int) -> None:
         """A slot more than the pool has: refused with the numbers, and nothing changes."""
+        if self.windowed:
+            return
         before = self.llm.stats()
         with pytest.raises(Capacity, match=f"has {self.units}"):
             self.llm.add(request([0] * self.slots, max_tokens=2))
         assert self.llm.stats() == before
 
-    def ask(self, talk: Talk | None, prompt: list[int], most: int, priority: int, timeout: float | None, salt: str) -> None:
-        edits = talk.edits if talk else []
-        chain = talk.name if talk else None
-        asked = request(prompt, chain, max_tokens=most, edits=edits, salt=salt, priority=priority, timeout=timeout)
+    @rule(pick=picks, more=st.integers(1, 12), most=st.integers(1, 8), priority=priorities, count=st.integers(1, 3))
+    def choices(self, pick: int, more: int, most: int, priority: int, count: int) -> None:
+        """Answers to one prompt, as a session asks for them: each after the first on a fork, beside the first."""
+        talk = self.talks[pick % len(self.talks)]
+        if self.busy(talk):
+            return
+        prompt = talk.ids + [(pick * i) % VOCAB for i in range(more)]
+        first = self.ask(talk, prompt, most, priority, None, talk.salt)
+        for number in range(1, count + 1):
+            child = Talk(f"s{len(self.talks)}", talk.salt, talk.ids, talk.edits)
+            self.llm.fork(talk.name, child.name, len(talk.ids))
+            self.talks.append(child)
+            self.ask(child, prompt, most, priority, None, talk.salt, first, number)
+
+    @rule(pick=picks, most=st.integers(1, 8), priority=priorities, timeout=timeouts)
+    def one_more(self, pick: int, most: int, priority: int, timeout: float | None) -> None:
+        """Beside one that is anywhere by now, with a rank of its own."""
+        if self.open:
+            first = self.open[pick % len(self.open)].seq
+            prompt, edits = first.request.token_ids, first.request.edits
+            self.ask(None, prompt, most, priority, timeout, first.request.salt, first, pick, list(edits))
+
+    @rule(pick=picks)
+    def suspend(self, pick: int) -> None:
+        self.llm.suspend(self.talks[pick % len(self.talks)].name)
+
+    def ask(
+        self,
+        talk: Talk | None,
+        prompt: list[int],
+        most: int,
+        priority: int,
+        timeout: float | None,
+        salt: str,
+        beside: Sequence | None = None,
+        seed: int = 0,
+        edits: list[Edit] | None = None,
+    ) -> Sequence | None:
+        edits = talk.edits if talk else edits or []
+        options = {"salt": salt, "priority": priority, "timeout": timeout, "beside": beside}
+        asked = request(prompt, talk.name if talk else None, max_tokens=most, seed=seed, edits=edits, **options)
         try:
             seq = self.llm.add(asked)
         except Capacity:
-            assert edits or len(prompt) + most - 1 > self.slots
+            assert edits or len(prompt) + most - 1 > self.slots or self.windowed
             self.seen["refused"] += 1
-            return
+            return None
         self.longest = max(self.longest, len(prompt) + most)
-        self.open.append(Asked(seq, talk, self.oracle.generate(prompt, edits, 0, most)))
+        self.open.append(Asked(seq, talk, self.oracle.generate(prompt, edits, seed, most)))
+        return seq
 
     def busy(self, talk: Talk) -> bool:
         return any(item.talk is talk for item in self.open)
@@ -263,9 +334,10 @@ class Schedules(RuleBasedStateMachine):
         assert not self.open, "not everything finished"
         for talk in self.talks:
             self.llm.drop(talk.name)
-        self.llm.oracle.reclaim(Units((self.units,)))
+        self.llm.oracle.reclaim(Units.of(pool.total_units for pool in self.llm.pools.pools))
         self.llm.check()
         assert self.llm.arena.used_bytes == 0
+        assert self.llm.tier.used_bytes == 0
         assert self.llm.scheduler.free_rows == self.llm.config.max_rows
 
 
@@ -297,6 +369,8 @@ def test_ten_thousand_random_schedules(thousand: int) -> None:
         "refused",
         "faults",
         "waiting while others run",
+        "held",
+        "parked in host memory",
         *(f"deadline while {where}" for where in ("waiting", "running", "parked")),
         *(f"cancelled {where}" for where in ("waiting", "running", "parked", "finished")),
     )

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
-from fake_engine import FakeRunner, Oracle, engine, reclaim, request, run
+from fake_engine import ALL, FakeRunner, Oracle, Windows, engine, request, run
 
 from agentkv.engine.core import Edit, Sequence, Status
 from agentkv.engine.llm import LLM
+from agentkv.engine.units import Units
 
 PROMPT = [index % 5 for index in range(21)]
 
@@ -114,6 +115,48 @@ def test_who_waits_for_a_prompt_does_not_hold_up_others() -> None:
     run(llm)
 
 
+@pytest.mark.parametrize("windows", [(5,), (None, 6), (None, 4, 9)])
+@pytest.mark.parametrize("late", [0, 1, 3])
+def test_windows_that_siblings_hold_together_are_reserved_for(windows: Windows, late: int) -> None:
+    """The leader counts on pages behind its windows; those that a sibling holds too do not return."""
+    llm = engine(units=200, windows=windows, step_tokens=6, slack=5)
+    first = llm.add(request(PROMPT, seed=1, max_tokens=30))
+    while not first.num_generated:
+        llm.step()
+    for _ in range(late):
+        llm.step()
+        llm.check()
+    others = [llm.add(request(PROMPT, seed=seed, max_tokens=30, beside=first)) for seed in (2, 3)]
+    run(llm)
+    for seq in (first, *others):
+        assert made(seq) == Oracle(windows=windows).generate(PROMPT, (), seq.seed, 30)
+    assert [seq.num_prefilled_tokens for seq in others] == [1, 1]
+
+
+def test_a_sibling_that_ran_goes_on_without_its_leader() -> None:
+    """Both are preempted and the leader's KV is cut: the sibling neither waits for it nor stands in its way."""
+    llm = engine(units=10, max_rows=1, step_tokens=64)
+    first = llm.add(request(PROMPT, seed=1, max_tokens=20))
+    llm.step()
+    second = llm.add(request(PROMPT, seed=2, max_tokens=4, beside=first, priority=1))
+    llm.step()
+    third = llm.add(request([4] * 12, seed=3, max_tokens=4, priority=2))
+    llm.step()
+    llm.check()
+    assert (first.parked, second.parked, first.prefilling, second.prefilling) == (True, True, True, False)
+    ended: list[Sequence] = []
+    for _ in range(60):
+        for output in llm.step():
+            if output.finished:
+                ended.append(output.seq)
+                assert made(output.seq) == Oracle().generate(
+                    output.seq.request.token_ids, (), output.seq.seed, output.seq.max_tokens
+                )
+                llm.commit(output.seq, made(output.seq))
+        llm.check()
+    assert ended == [third, second, first]
+
+
 def test_a_prompt_is_shared_from_its_end_on() -> None:
     llm = engine(step_tokens=64)
     first = llm.add(request(PROMPT, max_tokens=8, seed=1))
@@ -157,13 +200,22 @@ def test_what_others_hold_of_an_aborted_prompt_stays_theirs() -> None:
 def test_random_families_in_a_small_arena(seed: int) -> None:
     """Families come, are aborted and committed at random; every answer is what it would be alone, accounts always hold."""
     chance = random.Random(seed)
-    llm = engine(units=chance.randint(14, 24), page_size=4, max_rows=3, step_tokens=chance.choice([4, 7, 64]))
+    windows: Windows = [ALL, (5,), (None, 6), (None, 4, 9)][seed % 4]
+    llm = engine(
+        units=chance.randint(14, 24) * (1, 3, 6)[len(windows) - 1],
+        max_rows=3,
+        step_tokens=chance.choice([4, 7, 64]),
+        slack=chance.randint(0, 5),
+        windows=windows,
+        warm_pages=chance.choice([0, 10, 40]),
+    )
     empty = llm.stats().bytes
     alive: list[Sequence] = []
     for number in range(12):
         prompt = PROMPT[: chance.randint(1, 21)] if chance.random() < 0.7 else [chance.randrange(5) for _ in range(9)]
         seeds = [100 * number + index for index in range(chance.randint(1, 3))]
-        alive += family(llm, prompt, seeds, chains=chance.random() < 0.5, max_tokens=chance.randint(1, 6))
+        rank = chance.choice([0, 0, 3, -3])
+        alive += family(llm, prompt, seeds, chains=chance.random() < 0.5, max_tokens=chance.randint(1, 6), priority=rank)
         for _ in range(chance.randint(0, 6)):
             llm.step()
             llm.check()
@@ -173,7 +225,7 @@ def test_random_families_in_a_small_arena(seed: int) -> None:
                     whole = seq.status is Status.FINISHED
                     if whole:
                         ids = seq.token_ids[: seq.num_prompt_tokens]
-                        assert made(seq) == Oracle().generate(ids, (), seq.seed, seq.max_tokens)
+                        assert made(seq) == Oracle(windows=windows).generate(ids, (), seq.seed, seq.max_tokens)
                     if whole and chance.random() < 0.5:
                         llm.commit(seq, made(seq))
                     else:
@@ -184,5 +236,5 @@ def test_random_families_in_a_small_arena(seed: int) -> None:
         llm.check()
     for chain_id in list(llm.chains.chains):
         llm.drop(chain_id)
-    reclaim(llm, llm.stats().total)
+    llm.oracle.reclaim(Units.of(pool.total_units for pool in llm.pools.pools))
     assert llm.stats().bytes == empty

@@ -21,10 +21,12 @@ SAMPLINGS = {
 }
 
 
-def engine(model: Any, pages: int) -> LLM:
+def engine(model: Any, pages: int, warm_pages: int = 0) -> LLM:
     loaded = model("qwen3", "float64")
     page = sum(group.stripe_bytes for group in loaded.groups(4))
-    config = EngineConfig(memory=pages * page, window=100, page_size=4, max_rows=4, step_tokens=8)
+    config = EngineConfig(
+        memory=pages * page, window=100, page_size=4, max_rows=4, step_tokens=8, warm_memory=warm_pages * page
+    )
     return LLM(config, ModelRunner(loaded, config, methods.get("dense")))
 
 
@@ -54,11 +56,12 @@ def play(llm: LLM, seq: Sequence, disturb: dict[int, Request]) -> tuple[list[int
 
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize("masked", [False, True])
-def test_tokens_and_scores_are_those_of_an_undisturbed_run(model: Any, name: str, masked: bool) -> None:
+@pytest.mark.parametrize("warm_pages", [0, 20])
+def test_tokens_and_scores_are_those_of_an_undisturbed_run(model: Any, name: str, masked: bool, warm_pages: int) -> None:
     asked = Request(PROMPT, SAMPLINGS[name], mask=odd if masked else None)
     calm = engine(model, 30)
     want, told = play(calm, calm.add(asked), {})
-    llm = engine(model, 9)
+    llm = engine(model, 9, warm_pages)
     seq = llm.add(asked)
     rivals = {
         step: Request([step % 97] * size, Sampling(max_tokens=2), priority=1)
@@ -66,7 +69,11 @@ def test_tokens_and_scores_are_those_of_an_undisturbed_run(model: Any, name: str
     }
     ids, scores = play(llm, seq, rivals)
     assert seq.preemptions >= 3
-    assert seq.num_prefilled_tokens > len(PROMPT)
+    stats = llm.stats()
+    assert stats.demotions == stats.restores
+    assert (stats.demotions > 0) is (warm_pages > 0)
+    assert (seq.num_prefilled_tokens > len(PROMPT)) is (stats.tally.recomputed > 0)
+    assert stats.demotions or stats.tally.recomputed
     assert ids == want == seq.token_ids[len(PROMPT) :]
     assert [[token for token, _ in score.top] for score in scores] == [[token for token, _ in score.top] for score in told]
     assert all(abs(a.logprob - b.logprob) < 1e-9 for a, b in zip(scores, told, strict=True))

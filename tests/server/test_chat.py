@@ -377,7 +377,7 @@ def test_lags_by_call_id_ride_with_the_result(client, served):
     ],
 )
 def test_what_is_refused(served, body, code, param):
-    reply = httpx.post(served.url + "/v1/chat/completions", json={"messages": [user("x")], **body})
+    reply = httpx.post(served.url + "/v1/chat/completions", json={"messages": [user("x")], **body}, timeout=60)
     error = reply.json()["error"]
     assert reply.status_code == (404 if code == "model_not_found" else 400)
     assert (error["code"], error["param"]) == (code, param)

@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture
 def http(served):
-    with httpx.Client(base_url=served.url) as client:
+    with httpx.Client(base_url=served.url, timeout=60) as client:
         yield client
 
 
