@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from agentkv.engine.core import RowWork
-from agentkv.engine.penalties import altered, alters
+from agentkv.engine.penalties import altered, alters, counts
 
 _MASK32 = 0xFFFFFFFF
 _COLDEST = 1e-6  # colder is greedy anyway, and would overflow
@@ -21,22 +21,26 @@ def sample(logits: Tensor, works: Sequence[RowWork]) -> Tensor:
     Otherwise: divide by temperature, keep the top_k largest, of those the smallest set whose probability reaches top_p, of
     those what has min_p of the largest probability, and draw. Equal logits stand in order of token id.
     """
-    tokens = logits.argmax(dim=-1)
     changed = [index for index, work in enumerate(works) if alters(work)]
     drawn = [index for index, work in enumerate(works) if work.sampling.temperature > 0]
     if not changed and not drawn:
-        return tokens
+        return logits.argmax(dim=-1)
     taken = sorted({*changed, *drawn})
+    whole = len(taken) == len(works)
     where = torch.tensor(taken, device=logits.device)
-    scores = logits[where].double()
+    scores = logits.clone() if whole else logits[where]
+    if drawn or any(counts(works[index]) for index in changed):
+        scores = scores.double()  # a mask alone only hides logits
     if changed:
         scores = altered(scores, [works[index] for index in taken])
-    tokens[where] = scores.argmax(dim=-1)
+    best = scores.argmax(dim=-1)
+    tokens = best.clone() if whole else logits.argmax(dim=-1).index_copy_(0, where, best)
     if drawn:
         rows = torch.tensor([taken.index(index) for index in drawn], device=logits.device)
         tokens[where[rows]] = _draw(scores[rows], [works[index] for index in drawn])
     if any(works[index].allowed is not None for index in taken):
-        tokens[where] = tokens[where].masked_fill(scores.amax(dim=-1) == -torch.inf, -1)
+        nothing = scores.gather(1, best.unsqueeze(1)).squeeze(1) == -torch.inf
+        tokens[where] = tokens[where].masked_fill(nothing, -1)
     return tokens
 
 
