@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 app = typer.Typer(help="Benchmarks.", no_args_is_help=True)
+
+
+def _file(path: Path | None) -> Path | None:
+    """Refuse a file that cannot be written before hours of work are done for it."""
+    if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
+        raise typer.BadParameter(f"no file can be written at {path}")
+    return path
+
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object, the last line on stdout.")]
 
@@ -36,8 +45,8 @@ def world(
     window: Annotated[int | None, typer.Option(help="Control: attention to so many tokens and the task only.")] = None,
     concurrency: Annotated[int, typer.Option(help="Tasks played at once.")] = 1,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
-    out: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write success by lag as SVG to this file.")] = None,
+    out: Annotated[Path | None, typer.Option(callback=_file, help="Also write the JSON to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(callback=_file, help="Write success by lag as SVG to this file.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Let the model act in the agent world; success is the world's verdict on real files.
@@ -75,8 +84,8 @@ def grid(
         str, typer.Option(help="dense, long, pruning, once, blank, window.")
     ] = "dense,long,pruning,once,blank,window",
     model: Annotated[str, typer.Option(help="'micro', a Hugging Face directory or a .gguf file.")] = "micro",
-    seeds: Annotated[int, typer.Option(help="Seeds of a dense condition; the other parts have fewer.")] = 200,
-    chunk: Annotated[int, typer.Option(help="Most tasks of one cell.")] = 200,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds of a dense condition; the other parts have fewer.")] = 200,
+    chunk: Annotated[int, typer.Option(min=1, help="Most tasks of one cell.")] = 200,
     concurrency: Annotated[int, typer.Option(help="Tasks played at once.")] = 100,
     seconds: Annotated[float, typer.Option(help="Start no further cell after that; run the command again to go on.")] = 1e9,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
@@ -90,9 +99,9 @@ def grid(
 @app.command("pruning")
 def pruning(
     out: Annotated[Path, typer.Option(help="Folder of the cells' files, as of `bench grid`.")],
-    doc: Annotated[Path | None, typer.Option(help="Write the page here, its chart and JSON beside it.")] = None,
+    doc: Annotated[Path | None, typer.Option(callback=_file, help="Write the page here, its chart and JSON beside it.")] = None,
     model: Annotated[str, typer.Option(help="'micro', a Hugging Face directory or a .gguf file.")] = "micro",
-    seeds: Annotated[int, typer.Option(help="As of `bench grid`: a sixth of them for each family and condition.")] = 200,
+    seeds: Annotated[int, typer.Option(min=1, help="As of `bench grid`: a sixth of them for each family and condition.")] = 200,
     concurrency: Annotated[int, typer.Option(help="Tasks played at once.")] = 100,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     as_json: AsJson = False,
@@ -141,8 +150,8 @@ def engine(
     threads: Annotated[int | None, typer.Option(help="CPU threads of both sides. Default: torch's own number.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, ...")] = "auto",
-    out: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the rates into this file (.png, .svg, .pdf).")] = None,
+    out: Annotated[Path | None, typer.Option(callback=_file, help="Also write the JSON to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(callback=_file, help="Draw the rates into this file (.png, .svg, .pdf).")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Rates of the engine against a peer: prefill, decode, end to end; one sequence and a batch."""
@@ -198,7 +207,7 @@ def lookup(
     repeats: Annotated[int, typer.Option(min=1, help="Rounds, each with and without guesses.")] = 3,
     max_bytes: Annotated[int, typer.Option(help="Longest task, in bytes of conversation.")] = 8192,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
-    out: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
+    out: Annotated[Path | None, typer.Option(callback=_file, help="Also write the JSON to this file.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Decode rates with and without prompt lookup, and whether every token is the same."""

@@ -91,7 +91,8 @@ def read_form(given: Any) -> Form | None:
 def _choice(choices: Any) -> Form:
     if not isinstance(choices, list | tuple) or not choices or not all(isinstance(each, str) and each for each in choices):
         raise _bad("choices must be texts", "{'type': 'choice', 'choices': ['yes', 'no']}")
-    return _form("grammar", "start: " + " | ".join(json.dumps(each, ensure_ascii=False) for each in choices), "response_format")
+    texts = [json.dumps(each, ensure_ascii=False).replace("\x7f", "\\u007f") for each in choices]
+    return _form("grammar", f"start: CHOICE\nCHOICE: {' | '.join(texts)}", "response_format")  # a terminal: one lexeme for all
 
 
 def _named(choice: Any) -> tuple[str | None, bool]:
@@ -107,8 +108,15 @@ def _named(choice: Any) -> tuple[str | None, bool]:
 
 def _schemas(tools: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, Form], ...]:
     functions = [tool.get("function") or tool for tool in tools]
-    anything = {"type": "object"}
-    return tuple((str(each.get("name")), _schema(each.get("parameters") or anything, "tools")) for each in functions)
+    return tuple((str(each.get("name")), _schema(_object(each.get("parameters") or {}), "tools")) for each in functions)
+
+
+def _object(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same schema, of objects alone: arguments that are none would be no call."""
+    parts = schema.get("allOf", [])
+    if schema.get("type") == "object" or not isinstance(parts, list):
+        return schema
+    return {**schema, "allOf": [*parts, {"type": "object"}]}
 
 
 def _schema(schema: Mapping[str, Any], param: str) -> Form:
@@ -123,6 +131,8 @@ def _form(kind: Any, text: str, param: str) -> Form:
     if len(text) > MAX_FORM:
         hint = f"At most {MAX_FORM:,} characters"
         raise BadRequest(f"{param}: {len(text):,} characters of a form are too many", hint=hint, param=param)
+    if any("\ud800" <= char <= "\udfff" for char in text):
+        raise BadRequest(f"{param}: half a surrogate pair is no text", hint="Send whole characters", param=param)
     return Form(kind=kind, text=text)
 
 

@@ -120,10 +120,10 @@ class EngineGeneration:
         self._backend.observe(self._ticket, counts.prefilled_tokens)
         return counts
 
-    def cancel(self) -> None:
-        """Stop; the chain stands at its last boundary."""
+    def cancel(self, *, late: bool = False) -> None:
+        """Stop; the chain stands at its last boundary. late: because its timeout has passed."""
         self._cancelled = True
-        self._backend.worker.abort(self._ticket)
+        self._backend.worker.abort(self._ticket, late=late)
 
 
 class EngineBackend:

@@ -26,6 +26,7 @@ from agentkv.engine.tokenizer import Tokenizer
 from agentkv.engine.worker import EngineWorker
 from agentkv.errors import BadRequest
 from agentkv.runtime_backend import EngineBackend
+from agentkv.types import check_timeout
 
 BUNDLED = ("micro",)
 LOOKUP = 8
@@ -70,6 +71,7 @@ def open_engine(
     tokenizer = Tokenizer.load(path)
     target = usable_device(device)
     loaded = load_model(path, device=target, dtype=dtype)
+    tokenizer.check_fits(loaded.config.vocab_size)
     config = engine_config(loaded, memory, window, page_size, warm_memory, step_timeout, method=chosen)
     config = replace(config, lookup=lookup)
     runner = ModelRunner(loaded, config, chosen)
@@ -133,8 +135,7 @@ def engine_sizes(
         raise BadRequest(f"window={window}: 2 to the model's {loaded.window}", param="window")
     if page_size is not None and not 1 <= page_size <= 1024:
         raise BadRequest(f"page_size={page_size}: 1 to 1,024", param="page_size")
-    if step_timeout is not None and not (isinstance(step_timeout, int | float) and step_timeout > 0):
-        raise BadRequest(f"step_timeout={step_timeout!r}: seconds above 0, or None", param="step_timeout")
+    check_timeout(step_timeout, "step_timeout")
     if memory is None:
         memory = min(CPU_MOST, int(usable_memory(loaded.device) * CPU_SHARE)) if on_cpu else "auto"
     auto = isinstance(memory, str) and memory.strip() == "auto"

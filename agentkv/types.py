@@ -6,6 +6,7 @@ Standard library and msgspec only. All token intervals are half open, `[start, e
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from math import isfinite
 from typing import Any, Literal, TypedDict
 
@@ -332,11 +333,15 @@ def check_priority(priority: int) -> int:
     raise BadRequest(f"priority={priority!r}: an int of -10 to 10, higher goes first", param="priority")
 
 
-def check_timeout(timeout: float | None) -> float | None:
-    """Refuse a timeout that is not a number of seconds above 0, or None."""
-    if timeout is None or (isinstance(timeout, int | float) and not isinstance(timeout, bool) and timeout > 0):
-        return timeout
-    raise BadRequest(f"timeout={timeout!r}: seconds above 0, or None", param="timeout")
+def check_timeout(timeout: float | None, param: str = "timeout") -> float | None:
+    """Refuse a timeout that is not a number of seconds above 0, or None. param: what to call it."""
+    if timeout is None:
+        return None
+    if isinstance(timeout, int | float) and not isinstance(timeout, bool):
+        with suppress(OverflowError):  # an int that no float holds
+            if float(timeout) > 0:
+                return timeout
+    raise BadRequest(f"{param}={repr(timeout)[:40]}: seconds above 0, or None", param=param)
 
 
 def parse_keep(keep: str) -> int:

@@ -21,6 +21,7 @@ from agentkv.engine.grammar import Grammar, GrammarCompiler
 from agentkv.engine.llm import LLM
 from agentkv.engine.loader import load_model
 from agentkv.engine.runner import ModelRunner
+from agentkv.errors import BadRequest
 from agentkv.types import Sampling
 
 END = 0
@@ -85,6 +86,8 @@ def run_constrained(
     one takes, as a share (0.05 is 5 %). cpu_overhead: the same of processor time, the masks' threads included, which other
     processes on the machine disturb less. compile_ms: time of the schema's first use, off the step path.
     """
+    if min(batches, default=0) < 1 or steps < 2 or rounds < 1:
+        raise BadRequest(f"batches={list(batches)}, steps={steps}, rounds={rounds}: at least 1, 2 and 1", param="batches")
     with TemporaryDirectory() as folder:
         loaded = load_model(write_model("qwen3-90m", Path(folder)), device="cpu", dtype="float32")
     vocabulary = MadeUpWords(loaded.config.vocab_size)

@@ -73,7 +73,10 @@ def run_cells(
     runtime: Runtime, todo: Iterable[Cell], folder: Path, concurrency: int, seconds: float, tell: Tell
 ) -> dict[str, int]:
     """Run the cells whose file is missing, until `seconds` are over; returns how many are done and left."""
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadRequest(f"{folder} cannot be made: {error}", hint="Name a folder that can be written", param="out") from None
     began, done, left = time.monotonic(), 0, 0
     for cell in todo:
         file = folder / f"{cell.name}.json"

@@ -11,7 +11,7 @@ from typing import Any
 from agentkv.bench.plot import Line, Panel, svg
 from agentkv.errors import BadRequest
 from agentkv.runtime import Runtime, Session
-from agentkv.types import Policy, TurnDone
+from agentkv.types import Policy, TurnDone, check_lag
 from agentkv.world.dialect import DIALECTS
 from agentkv.world.env import World
 from agentkv.world.suite import Setting, run_suite, summary, wilson
@@ -39,6 +39,11 @@ class Condition:
     mode: str = "in_place"
     blank: bool = False
     window: int | None = None
+
+    def __post_init__(self) -> None:
+        Policy(prune_after=self.lag, keep=self.keep, mode=self.mode)  # type: ignore[arg-type]  # refused also where nothing is pruned
+        if self.window is not None and self.window < 1:
+            raise BadRequest(f"window={self.window}: at least 1 token", param="window")
 
     @property
     def policy(self) -> Policy | None:
@@ -214,6 +219,6 @@ def sizes_of(text: str) -> tuple[int, int]:
 def lags_of(text: str) -> list[int | None]:
     """'none,0,2' to a list of lags; None never prunes."""
     try:
-        return [None if part.strip() == "none" else int(part) for part in text.split(",")]
+        return [None if part.strip() == "none" else check_lag(int(part)) for part in text.split(",")]
     except ValueError:
         raise BadRequest(f"lags {text!r}: like none,0,2", param="lags") from None

@@ -87,6 +87,9 @@ def _allowed(seq: Sequence, mask: Mask, vocab_size: int) -> memoryview | None:
         wanted = {1: vocab_size, 4: -(-vocab_size // 32)}.get(view.itemsize)
         if len(view) != wanted:
             raise ValueError(f"{len(view)} items of {view.itemsize} bytes are no mask of {vocab_size} tokens")
+    except BadRequest as refused:
+        seq.fault = refused
+        return None
     except Exception as error:  # noqa: BLE001 - whatever a caller's function raises
         seq.fault = EngineFault(f"the mask of a request failed: {type(error).__name__}: {error}")
         return None

@@ -117,7 +117,8 @@ class GrammarMask:
         self._read: list[int] = []
 
     def __call__(self, made: list[int]) -> memoryview:
-        """What may follow `made`. Raises ValueError for ids that are not of the grammar, and at the library's limits."""
+        """What may follow `made`. Raises ValueError for ids that are not of the grammar, BadRequest at the library's limits:
+        some grammars show only on the way that they are too large."""
         done = len(self._read)
         if self._matcher.is_error() or self._read != made[:done]:  # it never leaves an error
             self._matcher, done = self._start.deep_copy(), 0
@@ -126,7 +127,12 @@ class GrammarMask:
         self._read = made
         words = self._matcher.compute_bitmask()
         if self._matcher.is_error() or self._matcher.stop_reason() not in _ENDED:
-            raise ValueError(self._matcher.get_error() or f"the grammar is too complex ({self._matcher.stop_reason()})")
+            reason = self._matcher.get_error() or str(self._matcher.stop_reason())
+            raise BadRequest(
+                f"the form is too complex to go on with: {' '.join(reason.split())}",
+                hint="Ask for a simpler form; the turn was rolled back",
+                param="response_format",
+            )
         return memoryview(words).cast("I")[: self._num_words]  # the library counts one token more
 
 

@@ -120,6 +120,9 @@ class LLM:
             raise Busy(f"chain {chain.chain_id!r} is advanced by another request", retry_after=1.0)
         if not request.token_ids:
             raise BadRequest("a request needs at least one token", param="token_ids")
+        last, size = max(request.token_ids), self.runner.vocab_size
+        if last >= size:  # on the device it would end the step of everybody
+            raise BadRequest(f"token {last} is none of the model's {size}", param="token_ids")
         check_sampling(request.sampling, self.runner.vocab_size, text=self.tokenizer is not None)
         check_priority(request.priority)
         check_timeout(request.timeout)
@@ -138,10 +141,11 @@ class LLM:
         self.scheduler.add(seq)
         return seq
 
-    def abort(self, seq: Sequence) -> None:
-        """End a sequence in any state; its chain stands at its last boundary. Idempotent."""
+    def abort(self, seq: Sequence, *, late: bool = False) -> None:
+        """End a sequence in any state; its chain stands at its last boundary. Idempotent. late: its timeout has passed."""
         if seq.status is Status.CLOSED:
             return
+        self.scheduler.tally.deadline_misses += late
         self.scheduler.remove(seq)
         self._close(seq)
 
@@ -298,8 +302,7 @@ class LLM:
         for seq in late:
             where = "while it waited for room" if seq.status is Status.WAITING else f"after {seq.num_generated} tokens"
             seq.fault = Cancelled(f"timeout={seq.request.timeout:g} s passed {where}")
-            queue.tally.deadline_misses += 1
-            self.abort(seq)
+            self.abort(seq, late=True)
         return [StepOutput(seq, (), "", True) for seq in late]
 
     def _execute(self, batch: Batch) -> list[int | None] | EngineFault:

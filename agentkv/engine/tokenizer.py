@@ -74,6 +74,16 @@ class Tokenizer:
         loaded._check_template(file or folder)
         return loaded
 
+    def check_fits(self, vocab_size: int) -> None:
+        """BadModel where text or the end of a turn would be ids that a model of `vocab_size` has not. An added token may be
+        one (Gemma's text models have none for images): a prompt that holds it is refused."""
+        last = max((*self._backend.get_vocab(with_added_tokens=False).values(), *self.eos_ids), default=0)
+        if last >= vocab_size:
+            raise BadModel(
+                f"the tokenizer has ids up to {last}, the model only {vocab_size} of them",
+                hint="Take tokenizer and weights of the same model",
+            )
+
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Token ids of text; nothing is added in front or behind.
 

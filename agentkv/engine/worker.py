@@ -90,11 +90,11 @@ class EngineWorker:
 
         return self.call(add)
 
-    def abort(self, ticket: Ticket) -> None:
-        """End a sequence at any point; its chain stands at its last boundary. Idempotent."""
+    def abort(self, ticket: Ticket, *, late: bool = False) -> None:
+        """End a sequence at any point; its chain stands at its last boundary. Idempotent. late: its timeout has passed."""
 
         def end() -> None:
-            self.llm.abort(ticket.seq)
+            self.llm.abort(ticket.seq, late=late)
             if self._tickets.pop(ticket.seq.seq_id, None) is not None:
                 ticket.outputs.put(None)
 

@@ -45,8 +45,8 @@ class Generation(Protocol):
         """Advance the chain by the prompt and these generated ids; a turn boundary is now at their end."""
         ...
 
-    def cancel(self) -> None:
-        """Stop and return the chain to its last boundary. Any thread, any time, more than once."""
+    def cancel(self, *, late: bool = False) -> None:
+        """Stop and return the chain to its last boundary. Any thread, any time, more than once. late: its timeout passed."""
         ...
 
 

@@ -126,7 +126,7 @@ class RunningTurn:
             self._generation = generation
             cancelled = self._cancelled
         if cancelled:
-            generation.cancel()
+            generation.cancel(late=self._timed_out)
 
     def _arm(self) -> None:
         if self._timeout is not None:
@@ -147,7 +147,7 @@ class RunningTurn:
             generation = self._generation
         if generation is not None:
             with suppress(Exception):
-                generation.cancel()
+                generation.cancel(late=self._timed_out)
 
     def events(self) -> Iterator[Event]:
         """What the model says, then the committed turn. Leaving before the end rolls back."""
@@ -285,7 +285,7 @@ class RunningTurn:
             self._cancelled = True
         if self._generation is not None:
             try:
-                self._generation.cancel()
+                self._generation.cancel(late=self._timed_out)
             except Exception:
                 log.warning("the chain of session %s could not be rolled back and is dropped", branch.session_id, exc_info=True)
                 with suppress(Exception):

@@ -77,6 +77,17 @@ def test_busy_is_refused_and_disturbs_nothing() -> None:
     assert not info(llm, "a").busy
 
 
+def test_a_token_that_the_model_has_not_is_refused_before_it_harms_others() -> None:
+    llm = engine(units=20)
+    beside = llm.add(request(HEAD))
+    for ids in ([1, llm.runner.vocab_size], [10**9, 1]):
+        with pytest.raises(BadRequest, match="none of the model's"):
+            llm.add(request(ids))
+    run(llm)
+    assert beside.finish_reason == "length"
+    llm.check()
+
+
 def test_why_something_was_recomputed() -> None:
     llm = engine(units=64)
     ids = HEAD + turn(llm, HEAD, "a")

@@ -117,6 +117,46 @@ def test_a_stop_string_and_a_length_cut_a_form_honestly(face: Any) -> None:
     session.close()
 
 
+def test_thousands_of_choices_and_odd_characters(face: Any) -> None:
+    session = face.session(**HOT)
+    for choices in ([f"v{number}" for number in range(3000)], ["\x00\b\f\x7f\x85\u2028", '/"\\\n\t']):
+        session.add_user("go")
+        turn = session.generate(response_format={"type": "choice", "choices": choices})
+        assert turn.finish_reason == "stop"
+        assert turn.text in choices
+    session.close()
+
+
+def test_a_form_that_shows_on_the_way_that_it_is_too_large(face: Any) -> None:
+    session = face.session()
+    session.add_user("go")
+    with pytest.raises(BadRequest, match="too complex") as raised:
+        session.generate(response_format={"type": "grammar", "grammar": 'start: x\nx: "a" y\ny: x'})
+    assert (raised.value.param, raised.value.kept) == ("response_format", 0)
+    assert session.generate(max_tokens=2).number == 1
+    session.close()
+
+
+@pytest.mark.parametrize("parameters", [{}, {"properties": {"to": {}}}, {"anyOf": [{"type": "string"}, {"required": ["to"]}]}])
+def test_arguments_are_an_object_whatever_their_schema_leaves_open(face: Any, parameters: dict[str, Any]) -> None:
+    session = face.session(tools=[{"type": "function", "function": {"name": "go", "parameters": parameters}}])
+    session.add_user("go")
+    bias = {ord(char): 100 for char in '"t'}  # what would begin a text or a truth value
+    turn = session.generate(tool_choice="required", temperature=1, logit_bias=bias, max_tokens=60)
+    said = turn.tool_calls[0].raw if turn.tool_calls else turn.text
+    assert turn.tool_calls or turn.finish_reason == "length", said
+    session.close()
+
+
+def test_arguments_that_can_be_no_object_are_refused(face: Any) -> None:
+    session = face.session(tools=[{"type": "function", "function": {"name": "go", "parameters": {"type": "string"}}}])
+    session.add_user("go")
+    with pytest.raises(BadRequest) as raised:
+        session.generate(tool_choice="required")
+    assert raised.value.param == "tools"
+    session.close()
+
+
 @pytest.mark.parametrize(
     ("options", "param"),
     [

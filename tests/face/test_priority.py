@@ -42,7 +42,10 @@ def test_priority_and_timeout_reach_the_engine(face: Any, added: list[Sequence])
     session.close()
 
 
-@pytest.mark.parametrize("bad", [{"priority": 11}, {"priority": 1.5}, {"priority": "high"}, {"timeout": 0}, {"timeout": -1}])
+BAD = [{"priority": 11}, {"priority": 1.5}, {"priority": "high"}, {"timeout": 0}, {"timeout": -1}, {"timeout": float("nan")}]
+
+
+@pytest.mark.parametrize("bad", BAD)
 def test_out_of_range_is_refused_and_changes_nothing(face: Any, bad: dict[str, Any]) -> None:
     session = face.session()
     session.add_user("hello")
@@ -53,15 +56,28 @@ def test_out_of_range_is_refused_and_changes_nothing(face: Any, bad: dict[str, A
     session.close()
 
 
+def test_seconds_that_no_float_holds_are_refused(runtime: Runtime) -> None:
+    with runtime.session() as session:
+        session.add_user("hello")
+        with pytest.raises(BadRequest, match="timeout"):
+            session.generate(timeout=10**400)
+    for bad in (10**400, True, float("nan")):
+        with pytest.raises(BadRequest) as caught:
+            Runtime(db=None, step_timeout=bad)
+        assert caught.value.details["param"] == "step_timeout"
+
+
 def test_a_timeout_ends_a_turn_that_waits_for_room(face: Any, runtime: Runtime) -> None:
     worker, session = runtime._engine.worker, face.session()
     session.add_user("hello")
+    missed = runtime.stats()["deadline_misses"]
     slots = runtime.stats()["arena"]["total"] // runtime._engine.backend.token_bytes
     taken = worker.submit(Request([7, 8], Sampling(max_tokens=slots - 1), priority=10))
     try:
         with pytest.raises(Cancelled, match=r"timeout=0\.3 s") as caught:
             session.generate(timeout=0.3)
         assert caught.value.kept == 0
+        assert runtime.stats()["deadline_misses"] == missed + 1
     finally:
         worker.abort(taken)
     assert session.generate(max_tokens=2).number == 1

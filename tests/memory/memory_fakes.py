@@ -147,7 +147,7 @@ class Running:
         self.chain.active = self.open = False
         return self._counts.replace(resident_tokens=len(self.chain.kv))
 
-    def cancel(self) -> None:
+    def cancel(self, *, late: bool = False) -> None:
         if self.open:
             self.cancelled.set()
             self.chain.active = self.open = False

@@ -10,6 +10,7 @@ import pytest
 from agentkv.constraint import Constraint, read_constraint
 from agentkv.engine.grammar import GrammarCompiler
 from agentkv.engine.tokenizer import Tokenizer
+from agentkv.errors import BadRequest
 from agentkv.runtime_constraint import Constraints
 from agentkv.runtime_engine import model_path
 from agentkv.tools.parse import StreamParser, call_format
@@ -79,6 +80,12 @@ def test_what_may_be_said(tokenizer: Tokenizer, choice: Any, form: Any, text: st
             parser.flush("stop")
             assert len(parser.reading.tool_calls) == text.count("</tool_call>")
             assert not parser.reading.text
+
+
+@pytest.mark.parametrize("form", [{"type": "regex", "pattern": "\ud800"}, {"type": "grammar", "grammar": 'start: "\ud800"'}])
+def test_half_a_character_is_no_form(form: dict[str, Any]) -> None:
+    with pytest.raises(BadRequest, match="surrogate"):
+        read_constraint("auto", form, [])
 
 
 def test_nothing_is_constrained_where_nothing_is_asked() -> None:

@@ -103,6 +103,13 @@ def test_plain_text_cannot_spell_an_added_token(tokenizers: dict[str, Tokenizer]
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_model_with_fewer_ids_than_its_tokenizer_is_refused(tokenizers: dict[str, Tokenizer], kind: str) -> None:
+    tokenizers[kind].check_fits(tokenizers[kind].vocab_size)
+    with pytest.raises(BadModel, match="ids up to"):
+        tokenizers[kind].check_fits(min(100, *tokenizers[kind].eos_ids))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_added_around_the_text(tokenizers: dict[str, Tokenizer], kind: str) -> None:
     tokenizer = tokenizers[kind]
     assert tokenizer.encode("") == tokenizer.encode("", special=True) == []
