@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import isnan
 from types import TracebackType
 from typing import Any, Self, Unpack
 from urllib.parse import quote
@@ -394,7 +395,10 @@ class RemoteSession(ToolLoop):
 
 
 def _given(**options: Any) -> dict[str, Any]:
-    """The options that were given."""
+    """The options that were given. BadRequest for NaN: JSON has none, so it would arrive as an option that was not given."""
+    for name, value in options.items():
+        if isinstance(value, float) and isnan(value):
+            raise BadRequest(f"{name}={value}: a number", param=name)
     return {name: value for name, value in options.items() if value is not None}
 
 
