@@ -115,25 +115,27 @@ class GrammarMask:
         self._num_words = num_words
         self._matcher = start.deep_copy()
         self._read: list[int] = []
+        self._told: memoryview | None = None  # what may follow them
 
     def __call__(self, made: list[int]) -> memoryview:
-        """What may follow `made`. Raises ValueError for ids that are not of the grammar, BadRequest at the library's limits:
-        some grammars show only on the way that they are too large."""
+        """What may follow `made`. Raises ValueError for ids that are not of the grammar, BadRequest where one that it
+        allowed is past the library's limits: some grammars show only on the way that they are too large."""
         done = len(self._read)
         if self._matcher.is_error() or self._read != made[:done]:  # it never leaves an error
-            self._matcher, done = self._start.deep_copy(), 0
-        if len(made) > done:
-            self._matcher.consume_tokens(made[done:])
+            self._matcher, self._told, done = self._start.deep_copy(), None, 0
+        fresh, told = made[done:], self._told
+        if fresh:
+            self._matcher.consume_tokens(fresh)
         self._read = made
         words = self._matcher.compute_bitmask()
         if self._matcher.is_error() or self._matcher.stop_reason() not in _ENDED:
-            reason = self._matcher.get_error() or str(self._matcher.stop_reason())
-            raise BadRequest(
-                f"the form is too complex to go on with: {' '.join(reason.split())}",
-                hint="Ask for a simpler form; the turn was rolled back",
-                param="response_format",
-            )
-        return memoryview(words).cast("I")[: self._num_words]  # the library counts one token more
+            reason = " ".join((self._matcher.get_error() or str(self._matcher.stop_reason())).split())
+            if told is None or len(fresh) != 1 or not told[fresh[0] // 32] >> fresh[0] % 32 & 1:
+                raise ValueError(reason)
+            hint = "Ask for a simpler form; the turn was rolled back"
+            raise BadRequest(f"the form is too complex to go on with: {reason}", hint=hint, param="response_format")
+        self._told = memoryview(words).cast("I")[: self._num_words]  # the library counts one token more
+        return self._told
 
 
 class _Words:
