@@ -165,6 +165,7 @@ class Scheduler:
                     return True
             if others:
                 break
+            makes_way = [each for each in makes_way if each.row is not None]  # who was preempted in vain is so already
             self._drop_state(seq)
         self._withdraw(seq, cost.peak)
         return False

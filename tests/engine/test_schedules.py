@@ -375,3 +375,40 @@ def test_ten_thousand_random_schedules(thousand: int) -> None:
         *(f"cancelled {where}" for where in ("waiting", "running", "parked", "finished")),
     )
     assert all(Schedules.seen[what] for what in happened), Schedules.seen
+
+
+def test_who_made_way_in_vain_is_not_asked_again() -> None:
+    """Found by the schedules: the elder preempts, does not fit beside its resident state all the same, and starts afresh."""
+    life = Schedules()
+    life.start(units=3, rows=1, page=4, extra=0, reuse="radix", slack=0, warm=40, windows=(None,), lookup=0, patience=1)
+    life.choices(count=1, more=3, most=3, pick=0, priority=0)
+    life.fork(length=0, pick=0)
+    life.cancel(pick=0)
+    life.all_but_a_slot(pick=0, priority=0, short=0)
+    life.cancel(pick=0)
+    life.submit(alone=True, more=0, most=4, pick=0, priority=0, timeout=None)
+    for _ in range(2):
+        life.cancel(pick=0)
+    life.all_but_a_slot(pick=0, priority=0, short=0)
+    life.step(count=2)
+    for count in (5, 0):
+        life.one_more(most=8, pick=0, priority=0, timeout=None)
+        life.step(count=count)
+    life.two_large_ones(pick=0, priority=0)
+    life.submit(alone=False, more=0, most=4, pick=13, priority=0, timeout=30.0)
+    life.cancel(pick=7)
+    life.one_more(most=8, pick=1, priority=0, timeout=9.0)
+    life.step(count=8)
+    life.submit(alone=False, more=7, most=6, pick=12, priority=3, timeout=9.0)
+    life.choices(count=3, more=8, most=5, pick=7, priority=0)
+    life.cancel(pick=7)
+    life.all_but_a_slot(pick=14, priority=0, short=0)
+    life.too_large(pick=2)
+    life.one_more(most=3, pick=19, priority=0, timeout=30.0)
+    life.fork(length=9, pick=0)
+    life.fault()
+    life.one_more(most=1, pick=4, priority=3, timeout=None)
+    life.fault()
+    life.all_but_a_slot(pick=0, priority=0, short=1)
+    life.step(count=8)
+    life.teardown()
