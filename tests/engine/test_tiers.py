@@ -102,6 +102,7 @@ def test_a_fork_of_a_warm_chain_shares_the_copy() -> None:
 
 def test_pressure_demotes_idle_chains_in_order_and_the_budget_loses_the_oldest() -> None:
     llm = warm_engine(units=24, budget=20)
+    llm.runner.vocab_size = 7  # the chains' names are tokens
     told = {name: spoken(llm, name, seed=seed) for seed, name in enumerate("abcdefg")}
     stats = llm.stats()
     assert stats.demotions >= 3
