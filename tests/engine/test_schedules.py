@@ -357,10 +357,10 @@ def test_random_schedules() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("thousand", range(10))
-def test_ten_thousand_random_schedules(thousand: int) -> None:
+@pytest.mark.timeout(3600)
+def test_ten_thousand_random_schedules() -> None:
     Schedules.seen.clear()
-    run_schedules(1000)
+    run_schedules(10_000)
     happened = (
         "parked",
         "preempted and went on",
