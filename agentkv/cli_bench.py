@@ -19,6 +19,7 @@ def _file(path: Path | None) -> Path | None:
     return path
 
 
+Out = Annotated[Path | None, typer.Option(callback=_file, help="Also write the JSON to this file.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object, the last line on stdout.")]
 
 
@@ -45,7 +46,7 @@ def world(
     window: Annotated[int | None, typer.Option(help="Control: attention to so many tokens and the task only.")] = None,
     concurrency: Annotated[int, typer.Option(help="Tasks played at once.")] = 1,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
-    out: Annotated[Path | None, typer.Option(callback=_file, help="Also write the JSON to this file.")] = None,
+    out: Out = None,
     plot: Annotated[Path | None, typer.Option(callback=_file, help="Write success by lag as SVG to this file.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -150,7 +151,7 @@ def engine(
     threads: Annotated[int | None, typer.Option(help="CPU threads of both sides. Default: torch's own number.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, ...")] = "auto",
-    out: Annotated[Path | None, typer.Option(callback=_file, help="Also write the JSON to this file.")] = None,
+    out: Out = None,
     plot: Annotated[Path | None, typer.Option(callback=_file, help="Draw the rates into this file (.png, .svg, .pdf).")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -183,7 +184,7 @@ def engine(
 @app.command("kernels")
 def kernels(
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each kernel.")] = 20,
-    out: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
+    out: Out = None,
     as_json: AsJson = False,
 ) -> None:
     """Kernels on an NVIDIA GPU: microseconds, TB/s, share of the measured copy rate."""
@@ -207,7 +208,7 @@ def lookup(
     repeats: Annotated[int, typer.Option(min=1, help="Rounds, each with and without guesses.")] = 3,
     max_bytes: Annotated[int, typer.Option(help="Longest task, in bytes of conversation.")] = 8192,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
-    out: Annotated[Path | None, typer.Option(callback=_file, help="Also write the JSON to this file.")] = None,
+    out: Out = None,
     as_json: AsJson = False,
 ) -> None:
     """Decode rates with and without prompt lookup, and whether every token is the same."""
