@@ -47,9 +47,9 @@ def plan_model(
             return report
         loaded = survey_model(path, device=report["device"], dtype=dtype)
         report |= _facts(loaded)
-        if tokenizer is not None and tokenizer.vocab_size > loaded.config.vocab_size:
-            text = f"the tokenizer has {tokenizer.vocab_size:,} ids, the model embeds {loaded.config.vocab_size:,}"
-            found.problem("tokenizer", text, "Use the tokenizer that belongs to the model")
+        if tokenizer is not None:
+            with found.looking_at("tokenizer"):
+                tokenizer.check_fits(loaded.config.vocab_size)
         config = engine_sizes(loaded, memory, window, page_size, warm_memory)
         report |= {"window": config.window, "page_size": config.page_size, "warm_bytes": config.warm_memory}
         report["methods"] = _by_method(loaded, config, found)

@@ -80,7 +80,7 @@ class Tokenizer:
         last = max((*self._backend.get_vocab(with_added_tokens=False).values(), *self.eos_ids), default=0)
         if last >= vocab_size:
             raise BadModel(
-                f"the tokenizer has ids up to {last}, the model only {vocab_size} of them",
+                f"the tokenizer has ids up to {last}, the model embeds {vocab_size}",
                 hint="Take tokenizer and weights of the same model",
             )
 
