@@ -90,11 +90,14 @@ def grid(
     concurrency: Annotated[int, typer.Option(help="Tasks played at once.")] = 100,
     seconds: Annotated[float, typer.Option(help="Start no further cell after that; run the command again to go on.")] = 1e9,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    memory: Annotated[str | None, typer.Option(help="KV memory of each worker, like 8GiB; the default suits one.")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that play cells side by side on the device.")] = 1,
 ) -> None:
     """All grids of the model card and of docs/pruning.md, cell by cell; say the same command again to go on."""
-    from agentkv.bench.grid import run_grid
+    from agentkv.bench.grid import Engine, run_grid
 
-    typer.echo(json.dumps(run_grid(out, parts, model, device, seeds, chunk, concurrency, seconds, typer.echo)))
+    engine = Engine(model, device, memory, workers)
+    typer.echo(json.dumps(run_grid(out, parts, engine, seeds, chunk, concurrency, seconds, typer.echo)))
 
 
 @app.command("pruning")
@@ -109,13 +112,11 @@ def pruning(
 ) -> None:
     """The lag study: what pruning after a lag costs and frees, by family and way of pruning."""
     from agentkv.bench import pruning as study
-    from agentkv.bench.grid import cells, run_cells
-    from agentkv.runtime import Runtime
+    from agentkv.bench.grid import Engine, cells, play_cells
 
     todo = [cell for part in ("pruning", "once") for cell in cells(part, seeds, 200)]
     if any(not (out / f"{cell.name}.json").exists() for cell in todo):
-        with Runtime(model, db=None, device=device) as runtime:
-            run_cells(runtime, todo, out, concurrency, 1e9, lambda line: None if as_json else typer.echo(line))
+        play_cells(todo, Engine(model, device), out, concurrency, 1e9, lambda line: None if as_json else typer.echo(line))
     made = study.report(out) if doc is None else study.write(out, doc)
     typer.echo(json.dumps(made) if as_json else study.markdown(made, "pruning.svg"))
 

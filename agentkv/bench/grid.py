@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import time
 from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,13 +96,43 @@ def run_cells(
     return {"done": done, "left": left}
 
 
+@dataclass(frozen=True)
+class Engine:
+    """What plays the cells: one process, or several on one device, which each take every so many-th cell. memory: of each."""
+
+    model: str = "micro"
+    device: str = "auto"
+    memory: str | None = None
+    workers: int = 1
+
+
 def run_grid(
-    out: Path, parts: str, model: str, device: str, seeds: int, chunk: int, concurrency: int, seconds: float, tell: Tell
+    out: Path, parts: str, engine: Engine, seeds: int, chunk: int, concurrency: int, seconds: float, tell: Tell
 ) -> dict[str, int]:
-    """The cells of some parts (names, comma-separated) by one runtime."""
+    """The cells of some parts (names, comma-separated); see run_cells."""
     todo = [cell for part in parts.split(",") for cell in cells(part, seeds, chunk)]
-    with Runtime(model, db=None, device=device) as runtime:
+    return play_cells(todo, engine, out, concurrency, seconds, tell)
+
+
+def play_cells(todo: list[Cell], engine: Engine, out: Path, concurrency: int, seconds: float, tell: Tell) -> dict[str, int]:
+    """run_cells by the engine's processes: a small model leaves a GPU idle while one process plays."""
+    todo = [cell for cell in todo if not (out / f"{cell.name}.json").exists()] if engine.workers > 1 else todo
+    work = partial(_play_some, engine=engine, out=out, concurrency=concurrency, seconds=seconds)
+    if engine.workers == 1:
+        return work(todo, tell=tell)
+    shares = [todo[index :: engine.workers] for index in range(engine.workers)]
+    with ProcessPoolExecutor(engine.workers, multiprocessing.get_context("spawn")) as pool:
+        counts = list(pool.map(partial(work, tell=_say), shares))
+    return {key: sum(count[key] for count in counts) for key in ("done", "left")}
+
+
+def _play_some(todo: list[Cell], *, engine: Engine, out: Path, concurrency: int, seconds: float, tell: Tell) -> dict[str, int]:
+    with Runtime(engine.model, db=None, device=engine.device, memory=engine.memory) as runtime:
         return run_cells(runtime, todo, out, concurrency, seconds, tell)
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
 
 
 def main() -> None:
@@ -109,10 +142,13 @@ def main() -> None:
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--model", default="micro")
     parser.add_argument("--device", default="auto")
-    for name, value in (("seeds", 200), ("chunk", 200), ("concurrency", 100)):
+    parser.add_argument("--memory")
+    for name, value in (("workers", 1), ("seeds", 200), ("chunk", 200), ("concurrency", 100)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--seconds", type=float, default=1e9)
-    print(json.dumps(run_grid(**vars(parser.parse_args()), tell=lambda line: print(line, flush=True))))
+    given = vars(parser.parse_args())
+    engine = Engine(**{name: given.pop(name) for name in ("model", "device", "memory", "workers")})
+    print(json.dumps(run_grid(engine=engine, **given, tell=_say)))
 
 
 def gathered(folder: Path, name: str) -> list[dict[str, Any]]:
