@@ -15,6 +15,7 @@ from enum import Enum
 from math import inf, prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from agentkv.engine.form import Form, Held, Seal
 from agentkv.engine.units import NOTHING, Units
 from agentkv.types import FinishReason, Interval, Miss, Sampling
 
@@ -62,12 +63,21 @@ class KVGroup:
         return self.num_layers * self.num_kv_heads * 2 * self.head_dim * self.itemsize
 
 
+SLOT = -1
+"""In the shape of a state: where the slots of a page lie."""
+
+WHOLE = 1 << 30
+"""Slots of a page that a whole sequence shares."""
+
+
 @dataclass(frozen=True, slots=True)
 class StateGroup:
-    """State that a method keeps for each slot: pages of [token][item], one beside each page of KV, in a table of their own.
+    """What a method keeps beside KV, or instead of it, in a table of its own: a unit is a page of items.
 
-    It is a group like those of KV, so it is appended, pruned, shared, cut, moved, sent to tiers and counted like them. An item
-    is `shape` elements of `dtype`, of `itemsize` bytes; it is written when its slot is, and never again (others may share it).
+    It is a group like those of KV, so it is appended, pruned, shared, cut, moved, sent to tiers and counted like them. shape:
+    dims of a unit; SLOT stands for the page's slots, and where there is none, the item belongs to the page as a whole
+    (page_size WHOLE: to the sequence). Elements are of `dtype`, of `itemsize` bytes. sealed: written by seals, not token by
+    token. mutable: rewritten in steps; otherwise a slot's item is written when its slot is, and never again.
     """
 
     name: str
@@ -75,19 +85,31 @@ class StateGroup:
     dtype: str
     itemsize: int
     page_size: int
+    sealed: bool = False
+    mutable: bool = False
     layers: tuple[int, ...] = ()
     window: int | None = None
     slack: int = 0
 
     @property
+    def by_slot(self) -> bool:
+        """Has each slot an item of its own?"""
+        return SLOT in self.shape
+
+    @property
+    def unit_shape(self) -> tuple[int, ...]:
+        """Dims of one unit."""
+        return tuple(self.page_size if dim == SLOT else dim for dim in self.shape)
+
+    @property
     def token_bytes(self) -> int:
-        """Bytes of one slot's item."""
-        return prod(self.shape) * self.itemsize
+        """Bytes of one slot's item; of a page's item its share."""
+        return -(-prod(self.unit_shape) * self.itemsize // self.page_size)
 
     @property
     def stripe_bytes(self) -> int:
-        """Bytes of one page, rounded up to whole granules."""
-        return -(-self.page_size * self.token_bytes // GRANULE) * GRANULE
+        """Bytes of one unit, rounded up to whole granules."""
+        return -(-prod(self.unit_shape) * self.itemsize // GRANULE) * GRANULE
 
 
 Group = KVGroup | StateGroup
@@ -301,6 +323,8 @@ class RowWork:
     sample: draw a token after the last one; `step` numbers the draw (with `seed` it fixes the random stream).
     history: needed where the sampling is penalised. score: what the runner says of the token where logprobs are asked for.
     allowed: gives the checked mask of this draw, None for a row whose token will not count; see `Mask`.
+    form: index of the runner's form that the row's sequence has. sealed: most slots of its sealed part in a layer and head, 0
+    where there is none. replay: the tokens are forwarded to be looked at; their KV is taken back.
     drafted: so many of the last tokens are guesses. A token is drawn before and after each: `step` numbers the first draw,
     and the runner puts the draws behind the guesses, numbered on from there, into `later`.
     """
@@ -318,6 +342,9 @@ class RowWork:
     score: TokenScore | None = None
     allowed: Callable[[], memoryview | None] | None = None
     reaches: tuple[Reach | None, ...] = ()
+    form: int = 0
+    sealed: int = 0
+    replay: bool = False
     drafted: int = 0
     later: list[Draw] = field(default_factory=list)
 
@@ -344,6 +371,57 @@ class Moves(NamedTuple):
     group: int = 0
 
 
+class Copies(NamedTuple):
+    """Whole units of a group to copy by one `Runner.move_units`, before anybody writes the copies."""
+
+    source: list[int]
+    target: list[int]
+    group: int = 0
+
+
+class TailPages(NamedTuple):
+    """A sequence's pages in one group that every token enters: slots [first, stop) are the tokens of the tail. Slot `first`
+    lies in the first of `units`, at offset `first % page_size`."""
+
+    group: int
+    first: int
+    stop: int
+    units: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class SealWork:
+    """One sequence's seal, or a prune of its sealed part.
+
+    form: index of the runner's form. row: its row, where its last queries are; None where it has none. held: what it held
+    before; seal: what it is to hold (None: a prune, `removed` says of which logical tokens). runs: logical intervals of the
+    tail's tokens, in slot order. tail: by group of the form. old, new: units of the sealed part by sealed group of the form,
+    () where there was none. The first `seal.keeps` units of old and new are the same ones.
+    """
+
+    form: int
+    row: int | None
+    held: Held
+    seal: Seal | None
+    runs: tuple[Interval, ...]
+    tail: tuple[TailPages, ...]
+    old: tuple[list[int], ...]
+    new: tuple[list[int], ...]
+    removed: tuple[Interval, ...] = ()
+
+
+class PageWork(NamedTuple):
+    """Full pages whose contents were moved: their page state is to be made anew. form: index of the runner's form. units: of those
+    pages, by group of the form."""
+
+    form: int
+    units: tuple[list[int], ...]
+
+
+Work = Moves | Copies | SealWork | PageWork
+"""What is carried out on the device between steps, in the order in which it was decided."""
+
+
 class TableUpdate(NamedTuple):
     """Units (offsets in granules) of a row's pages in one group, from page index `first` on. Pages are counted from the
     first slot there ever was, so that an entry stays where it is when pages before it are freed."""
@@ -364,7 +442,7 @@ class Batch:
 
     rows: list[RowWork]
     table_updates: list[TableUpdate] = field(default_factory=list)
-    moves: list[Moves] = field(default_factory=list)
+    moves: list[Work] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -376,6 +454,7 @@ class Runner(Protocol):
     """The device side. The engine's host logic talks to it only through this, so it can be tested without torch."""
 
     groups: tuple[Group, ...]
+    forms: tuple[Form, ...]
     num_granules: int
     vocab_size: int
 
@@ -398,6 +477,14 @@ class Runner(Protocol):
 
         Sources ascend and no target overlaps a source that comes later; a target may overlap its own source.
         """
+        ...
+
+    def seal(self, work: SealWork) -> int:
+        """Write a sequence's new sealed part from its old one and its tail; most slots that it has in a layer and head."""
+        ...
+
+    def refresh(self, work: PageWork) -> None:
+        """Make page state anew."""
         ...
 
     def read_units(self, unit_bytes: int, units: list[int]) -> memoryview:

@@ -6,52 +6,76 @@ capabilities, never for a name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from agentkv.engine.attention import Attended, attend
-from agentkv.engine.core import StateGroup
-from agentkv.engine.view import AttentionView, DeviceBatch, PagedKV, Part
+from agentkv.engine.core import SLOT, WHOLE, StateGroup
+from agentkv.engine.form import Held
+from agentkv.engine.view import AttentionView, DeviceBatch, PageFill, RowMass, Selection
 from agentkv.errors import BadRequest
 from agentkv.kernels.store_kv import store_kv
 from agentkv.types import Exactness
 
+if TYPE_CHECKING:
+    from agentkv.engine.sealed import SealJob
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What a method may know of a model. dtype: of K and V. page_size: slots of a page of KV. windowed: has it layers that see
+    a window only?"""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    dtype: str
+    page_size: int
+    windowed: bool = False
+    fingerprint: str = ""
+
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """State that a method keeps across steps. The engine allocates it from the arena, moves slot state with the slots,
-    copies mutable state at each checkpoint, sends it to tiers and counts it.
+    """State that a method keeps across steps. The engine allocates it from the arena, moves slot state with the slots, gives
+    everybody who runs their own copy of mutable state, sends it to tiers and counts it.
 
-    shape: dims of one item (a sequence's, a layer's, a KV head's or a slot's). kind: append (grows, never rewritten), slot
-    (travels with its slot), mutable.
+    scope: slot (an item for each token; SLOT stands for the token in `shape`), page (an item for each page of KV, made anew by
+    `on_pages` when the page is full), sequence (one item). shape: dims of an item, layers and heads included; a unit of slot
+    state `(num_layers, SLOT, 4)` is `[num_layers, page_size, 4]`. kind: append (written with its slot, page or sequence, never
+    again), mutable. part: of the tail (written token by token), sealed (written by seals), or both: then a seal moves the
+    items of the slots that it keeps.
     """
 
     name: str
-    scope: Literal["sequence", "layer", "head", "slot"]
+    scope: Literal["sequence", "page", "slot"]
     dtype: str
-    kind: Literal["append", "slot", "mutable"]
-    shape: tuple[int, ...] = ()
+    kind: Literal["append", "mutable"]
+    shape: tuple[int, ...] = (SLOT,)
+    part: Literal["tail", "sealed", "both"] = "tail"
 
-    def group(self, page_size: int) -> StateGroup:
-        """Its pages, beside KV pages of that size. Raises BadRequest for what the engine does not keep yet."""
-        if self.scope != "slot" or self.kind == "mutable":
-            raise BadRequest(
-                f"state {self.name!r}: scope {self.scope}, kind {self.kind} is not kept yet",
-                hint="State with scope slot, written with its slot and not again, is",
-            )
-        return StateGroup(self.name, self.shape, self.dtype, getattr(torch, self.dtype).itemsize, page_size)
+    def __post_init__(self) -> None:
+        if (self.scope == "slot") is not (SLOT in self.shape):
+            raise BadRequest(f"state {self.name!r}: SLOT stands in the shape of slot state, and of no other", param="states")
+
+    def group(self, page_size: int, *, sealed: bool = False) -> StateGroup:
+        """Its units, beside pages of KV of that size."""
+        size = getattr(torch, self.dtype).itemsize
+        page = WHOLE if self.scope == "sequence" else page_size
+        return StateGroup(self.name, self.shape, self.dtype, size, page, sealed, self.kind == "mutable")
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
     """What a method's hooks must be given beyond q, k and v.
 
-    query_window: the last W queries of a prompt are kept for on_prompt_end. hidden_layers: layers whose output
-    on_layer_end reads.
+    query_window: the last W queries of a prompt are kept for its seal. hidden_layers: layers whose output on_layer_end reads.
     """
 
     lse: bool = False
@@ -63,37 +87,46 @@ class Needs:
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
-    """Slots that attention may read, chosen without deleting the others.
+class Keep:
+    """What a seal is to leave, known on the host. floor: logical position from which tokens stay in the tail; slots: most slots
+    of the sealed part in a layer and head. total: most slots of all layers and heads together, where heads have pages of
+    their own (0: slots in each). appends: what is sealed already stays as it is, in front."""
 
-    slots: int32 `[num_rows, (num_kv_heads,) count]` in each row's physical order. lens: int32 `[num_rows, (num_kv_heads)]`.
-    """
+    floor: int
+    slots: int
+    total: int = 0
+    appends: bool = False
 
-    slots: Tensor
-    lens: Tensor
+
+class Most(NamedTuple):
+    """The most that a sealed sequence holds: tail: tokens in its tail; keep: its sealed part; again: is it sealed again and
+    again, so that for a moment there are two?"""
+
+    tail: int
+    keep: Keep
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
-    """A forward pass over a temporary fork whose KV is discarded.
+class Kept:
+    """Which candidates a seal keeps: indices int64 `[num_layers, num_kv_heads, slots]` into `SealJob.candidates`, ascending in
+    the first `counts` int32 `[num_layers, num_kv_heads]` of each, anything behind."""
 
-    tokens, positions: what is forwarded, and where. reads: physical slots that may be read. on_layer(layer, q, k) receives
-    each layer's rotated queries and keys.
-    """
-
-    tokens: Sequence[int]
-    positions: Sequence[int]
-    reads: range
-    on_layer: Callable[[int, Tensor, Tensor], None]
+    indices: Tensor
+    counts: Tensor
 
 
 @dataclass(frozen=True)
 class SparseMethod:
     """Base of all methods. The defaults keep every token of every layer, exactly.
 
-    Hooks run in the order in which they stand here. `batch` holds the rows of this method's view class in one phase; token
-    tensors have its tokens in front: x `[num_tokens, hidden_size]`, q `[num_tokens, num_heads, head_dim]`, k and v
+    Hooks run in the order in which they stand here. `batch` holds the rows of this method in one phase; token tensors have its
+    tokens in front: x `[num_tokens, hidden_size]`, q `[num_tokens, num_heads, head_dim]`, k and v
     `[num_tokens, num_kv_heads, head_dim]`. A hook inside a step may not wait for the device.
+
+    stores: where K and V of new tokens go: into the model's own pages, or (False) into the method's states. seals_into: what
+    the sealed part is: pages of all layers and heads (stripe), pages of one head of one layer (head), both with the logical
+    position of each slot, or the method's own sealed states (states).
     """
 
     family: ClassVar[str] = "full"
@@ -104,28 +137,51 @@ class SparseMethod:
     counts_on_host: ClassVar[bool] = True
     graph_safe: ClassVar[bool] = True
     kv_kinds: ClassVar[frozenset[str]] = frozenset({"full"})
+    stores: ClassVar[bool] = True
+    seals_into: ClassVar[Literal["stripe", "head", "states"] | None] = None
 
     @property
     def needs(self) -> Needs:
         """What the hooks must be given, by the options."""
         return Needs()
 
-    @property
-    def states(self) -> tuple[StateSpec, ...]:
+    def unserved(self, model: ModelShape) -> str | None:
+        """Why the method does not serve a model; None if it does."""
+        if model.windowed and (self.seals_into or not self.stores):
+            return "it has layers that see a window only"
+        return None
+
+    def states(self, model: ModelShape) -> tuple[StateSpec, ...]:
         """Declared state, by the options."""
         return ()
 
     @property
     def truncates(self) -> bool:
         """Is a row without its newest tokens what it was before them? Only then may tokens be guessed ahead."""
-        kept = self.exactness == "exact" and not self.evicts and self.counts_on_host
-        return kept and all(state.kind == "append" for state in self.states)
+        return self.exactness == "exact" and not self.evicts and self.counts_on_host and self.seals_into is None
 
     @property
     def fingerprint(self) -> str:
         """Class and every option: KV made under one fingerprint is not reused under another."""
         options = ", ".join(f"{each.name}={getattr(self, each.name)!r}" for each in fields(self))
         return f"{type(self).__module__}:{type(self).__qualname__}({options})"
+
+    # -- on the host: pure functions of lengths
+
+    def keep(self, held: Held) -> Keep | None:
+        """The seal that is due: at the end of a prompt, or as timed work between decode steps."""
+        return None
+
+    def most(self, tokens: int) -> Most:
+        """The most that a sealed sequence of so many tokens holds. Needed where `keep` is."""
+        raise NotImplementedError
+
+    def replay(self, held: Held, token_ids: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Tokens that are forwarded behind a prompt before its seal, each run for itself, to be looked at (`batch.replay`);
+        their KV is taken back. token_ids: the logical prompt."""
+        return ()
+
+    # -- in a step
 
     def on_step_begin(self, batch: DeviceBatch) -> None:
         """Before the first layer."""
@@ -142,42 +198,37 @@ class SparseMethod:
         return None
 
     def view(self, layer: int, selection: Selection | None, batch: DeviceBatch) -> AttentionView:
-        """Turn the selection into what attention reads. Default: all that the rows' pages hold."""
-        if selection is not None:
-            raise TypeError(f"{type(self).__name__} selects, so it must say how its selection is viewed")
-        return AttentionView((Part(PagedKV(batch.pages(layer)), batch.table_of(layer)),))
+        """Turn the selection into what attention reads. Default: the sealed part, if there is one, and of the tail what was
+        selected, or all of it."""
+        sealed = () if batch.sealed is None else (batch.sealed.part(layer),)
+        return AttentionView((*sealed, batch.part(layer, selection)))
 
     def finish(self, layer: int, out: Tensor, batch: DeviceBatch) -> Tensor:
         """Attention's output `[num_tokens, num_heads, head_dim]` before the output projection."""
         return out
 
     def on_attention_end(
-        self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None, mass: Tensor | None, batch: DeviceBatch
+        self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None, mass: Sequence[RowMass] | None, batch: DeviceBatch
     ) -> None:
-        """Scores of a step: lse and mass where needed, else None."""
+        """Scores of a step: lse `[num_tokens, num_heads]` and mass by row where needed, else None."""
 
     def on_layer_end(self, layer: int, hidden: Tensor, batch: DeviceBatch) -> None:
         """The layer's output `[num_tokens, hidden_size]`."""
 
+    def on_pages(self, pages: PageFill) -> None:
+        """Pages of KV are full, or were changed by a prune: make their page state."""
+
     def on_chunk_end(self, batch: DeviceBatch) -> None:
         """A chunk of each of the rows has been forwarded through all layers."""
-
-    def on_prompt_end(self, batch: DeviceBatch) -> Replay | None:
-        """The rows' prompts are complete (seal); a Replay asks for one more forward pass before the first token."""
-        return None
 
     def on_step_end(self, batch: DeviceBatch) -> None:
         """After the last layer, before sampling."""
 
-    def on_turn_end(self, rows: Sequence[int]) -> None:
-        """The rows' sequences are about to be committed."""
+    # -- between steps
 
-    def due(self, lengths: Mapping[int, int]) -> tuple[int, ...]:
-        """Rows whose physical length calls for timed work. A pure function of {row: length}, on the host."""
-        return ()
-
-    def maintain(self, rows: Sequence[int]) -> None:
-        """Timed work between steps; may allocate."""
+    def seal(self, job: SealJob) -> Kept | None:
+        """Choose what one sequence keeps, where the sealed part is stripes or heads; where it is states, write them."""
+        raise NotImplementedError
 
 
 class Lifecycle:
@@ -223,40 +274,27 @@ class Lifecycle:
         for method, _, batch in self._batches:
             method.on_layer_end(layer, hidden[batch.tokens], batch)
 
-    def end(self) -> tuple[Replay, ...]:
-        """After the last layer: chunk, prompt and step hooks. The replays that methods ask for."""
-        replays: list[Replay] = []
+    def end(self) -> None:
+        """After the last layer: chunk and step hooks."""
         for method, _, batch in self._batches:
             if batch.prefill:
                 method.on_chunk_end(batch)
-            if any(span.prompt_end for span in batch.rows):
-                replay = method.on_prompt_end(batch)
-                replays += [replay] if replay is not None else []
             method.on_step_end(batch)
-        return tuple(replays)
 
 
 class SparseController:
-    """Holds the methods of an engine and pairs each device batch with its own.
+    """Holds the methods of an engine, in the order of the runner's forms, and pairs each device batch with its own.
 
-    method: owns storage and decode. prefill: what selects and views in prefill, the second axis; None is the same method.
+    methods: each owns storage and decode of its rows. prefill: what selects and views in prefill instead, the second axis; by
+    method, None is the same method.
     """
 
-    def __init__(self, method: SparseMethod, prefill: SparseMethod | None = None) -> None:
-        self.method = method
-        self.prefill = prefill or method
+    def __init__(self, methods: Sequence[SparseMethod], prefill: Sequence[SparseMethod | None] = ()) -> None:
+        self.methods = tuple(methods)
+        readers = [*prefill, *[None] * (len(self.methods) - len(prefill))]
+        self.prefill = tuple(reader or method for method, reader in zip(self.methods, readers, strict=True))
 
     def lifecycle(self, batches: Iterable[DeviceBatch]) -> Lifecycle:
         """The hook calls of one step."""
-        return Lifecycle((self.method, self.prefill if batch.prefill else self.method, batch) for batch in batches)
-
-    def maintain(self, lengths: Mapping[int, int]) -> tuple[int, ...]:
-        """Do the timed work that lengths {row: slots} make due; the rows it was done for."""
-        rows = self.method.due(lengths)
-        if rows:
-            self.method.maintain(rows)
-        return rows
-
-    def turn_end(self, rows: Sequence[int]) -> None:
-        """Before the rows' sequences are committed."""
-        self.method.on_turn_end(rows)
+        readers = self.prefill, self.methods
+        return Lifecycle((self.methods[batch.form], readers[not batch.prefill][batch.form], batch) for batch in batches)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from agentkv.kernels.chunk_attention import token_slots
 from agentkv.kernels.decode_attention import RowPages, plan_row
 
 if TYPE_CHECKING:
+    from agentkv.engine.sealed import SealedRows
     from agentkv.kernels.paged_decode import DecodePlan
 
 
@@ -128,6 +129,47 @@ class AttentionView:
 
 
 @dataclass(frozen=True, slots=True)
+class Selection:
+    """Slots that attention may read, chosen without deleting the others.
+
+    slots: int32 `[num_rows, (num_kv_heads,) count]`, ascending, slots of each row's tail (pages of it where `pages`); what lies
+    behind `lens` is ignored. lens: int32 `[num_rows, (num_kv_heads)]`: slots, or pages.
+    """
+
+    slots: Tensor
+    lens: Tensor
+    pages: bool = False
+
+
+class RowMass(NamedTuple):
+    """Attention that one row's slots received in a step, summed over its queries and the query heads of a group: float32
+    `[num_kv_heads, slots]` of the sealed part (None where there is none) and of the tail's slots from `first` on."""
+
+    sealed: Tensor | None
+    tail: Tensor
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class PageFill:
+    """Pages of KV whose page state is to be made. entries: int64 `[num_pages]`, granules of the KV pages; into: by name of a
+    page state, the units int64 `[num_pages]` that belong to them. pages_of, states_of: see DeviceBatch."""
+
+    entries: Tensor
+    into: Mapping[str, Tensor]
+    pages_of: Callable[[int], Tensor] = field(repr=False)
+    states_of: Callable[[str], Tensor] = field(repr=False)
+
+    def pages(self, layer: int) -> Tensor:
+        """The layer's pages `[num_granules, num_kv_heads, 2, page_size, head_dim]`."""
+        return self.pages_of(layer)
+
+    def state(self, name: str) -> tuple[Tensor, Tensor]:
+        """Units of a page state `[num_granules, *shape]`, and which of them are to be written."""
+        return self.states_of(name), self.into[name]
+
+
+@dataclass(frozen=True, slots=True)
 class RowSpan:
     """One row of a batch, known on the host.
 
@@ -162,7 +204,9 @@ class DeviceBatch:
 
     tokens: where they lie in the step. prefill: chunks; otherwise each row has its last token, and where the method truncates
     a few guesses behind it. positions: int64 `[num_tokens]`, logical. groups: the same rows in each KV group; group_of: layer
-    -> its group. pages_of: layer -> its pages (see PagedKV). states: by name, the pages of the method's state and its group.
+    -> its group. pages_of: layer -> its pages (see PagedKV). states: by name, the units of the method's state and its group.
+    form: index of the runner's form. replay: the tokens are forwarded to be looked at, their KV will be taken back. sealed:
+    the rows' sealed parts, None where no row has one.
     """
 
     rows: tuple[RowSpan, ...]
@@ -173,6 +217,9 @@ class DeviceBatch:
     group_of: tuple[int, ...] = field(repr=False)
     pages_of: Callable[[int], Tensor] = field(repr=False)
     states: Mapping[str, tuple[Tensor, int]] = field(repr=False, default_factory=dict)
+    form: int = 0
+    replay: bool = False
+    sealed: SealedRows | None = None
 
     def table_of(self, layer: int) -> RowTable:
         """What the layer's queries see of the rows."""
@@ -192,8 +239,16 @@ class DeviceBatch:
         """The layer's pages `[num_granules, num_kv_heads, 2, page_size, head_dim]`."""
         return self.pages_of(layer)
 
+    def part(self, layer: int, selection: Selection | None = None) -> Part:
+        """The rows' tails in the layer, or what is selected of them."""
+        payload, table = PagedKV(self.pages(layer)), self.table_of(layer)
+        if selection is not None:
+            raise NotImplementedError("a view of a selection")
+        return Part(payload, table)
+
     def state(self, name: str) -> tuple[Tensor, GroupRows]:
-        """Pages of the method's state of that name, `[num_granules, page_size, *shape]`, and the rows' places in them: the new
-        tokens' items belong at `pages[places.entries, places.offsets]`."""
+        """Units of the method's state of that name, `[num_granules, *shape]` with the page's slots where SLOT stands, and the
+        rows' places in them: where the slots come first, the new tokens' items belong at
+        `units[places.entries, places.offsets]`."""
         pages, group = self.states[name]
         return pages, self.groups[group]

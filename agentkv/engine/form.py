@@ -1,0 +1,76 @@
+"""The form of a sequence's KV: what the host knows of a method, without knowing the method.
+
+Every token enters the **tail**: pages in the groups that the form fills. A form that seals moves tokens from the tail into its
+**sealed** part, which only a seal writes and attention reads beside the tail:
+
+    logical       0 ............................ floor ............ tokens
+    sealed part   what the method kept of [0, floor)
+    tail                                         every token of [floor, tokens)
+
+A sealed part is immutable and counted by reference like everything else, so forks and checkpoints keep theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+
+class Held(NamedTuple):
+    """What a sequence holds, in tokens. tokens: logical length. floor: logical position from which the tail begins; tail:
+    tokens in it (pruned ones are not). slots: most slots of the sealed part in a layer and head. prompt_end: has the prompt just been
+    read? Otherwise the question is whether timed work is due."""
+
+    tokens: int
+    floor: int
+    tail: int
+    slots: int
+    prompt_end: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """What a seal leaves. floor: logical position from which the tail begins. slots: most slots of the sealed part in a layer
+    and head. units: of the sealed part, by sealed group of the form. keeps: leading units of the old sealed part that the new
+    one takes over unchanged, by sealed group; () for none."""
+
+    floor: int
+    slots: int
+    units: tuple[int, ...]
+    keeps: tuple[int, ...] = ()
+
+
+class Bound(NamedTuple):
+    """The most that a sequence of so many tokens holds once its prompt is sealed. tail: tokens in the tail. units: of sealed
+    parts by sealed group, a second copy while one replaces the other included."""
+
+    tail: int
+    units: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """groups: those that every token enters; sealed: those that seals write; mutable: groups (of either) whose units are
+    rewritten in steps, so that nobody else may hold them; all are indexes into the runner's groups.
+
+    name: what requests call it. fingerprint: what KV depends on beside its tokens. truncates: is a sequence without its newest
+    tokens what it was before them? seal(held): the seal that is due, or None; a pure function. bound(tokens): see Bound.
+    replays(held): slices of the logical prompt that are forwarded once more before the prompt's seal, () for none.
+    """
+
+    groups: tuple[int, ...]
+    name: str = ""
+    sealed: tuple[int, ...] = ()
+    mutable: frozenset[int] = frozenset()
+    reuse: Literal["radix", "chain"] = "radix"
+    fingerprint: str = ""
+    truncates: bool = True
+    seal: Callable[[Held], Seal | None] | None = None
+    bound: Callable[[int], Bound] | None = None
+    replays: Callable[[Held], tuple[tuple[int, int], ...]] | None = None
+
+    @property
+    def seals(self) -> bool:
+        """Has it a sealed part?"""
+        return self.seal is not None
