@@ -175,10 +175,19 @@ def _check_state(state: KVState) -> None:
     assert state.usable(state.logical_length) == state.logical_length
     for holding in state.holdings:
         pool = holding.pool
+        assert pool.group in (*state.form.groups, *state.form.sealed) or not holding.units
+        if pool.sealed:
+            assert holding.length == len(holding.units) * pool.page_size
+            assert holding.units == list(pool.units_of(holding.slices))
+            assert bool(holding.units) <= bool(state.slots)
+            continue
         assert holding.length == holding.start + size(holding.runs)
         assert holding.start % pool.page_size == 0
         assert holding.units == list(pool.units_of(holding.slices))
         assert len(holding.units) == pool.pages(holding.length) - holding.first_page
+        if pool.group not in state.form.groups:
+            continue
         held = [(max(start, holding.floor), end) for start, end in state.runs if end > holding.floor]
         assert holding.runs == held
-        assert pool.window is not None or (holding.start, holding.floor) == (0, 0)
+        assert pool.window is not None or state.form.seals or (holding.start, holding.floor) == (0, 0)
+        assert pool.window is not None or holding.floor <= state.floor

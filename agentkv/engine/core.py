@@ -164,6 +164,7 @@ class Request:
     advance at commit; None uses the radix prefix alone. edits: prunes that the history has seen, in order of `at`; they
     are replayed where the state they were applied to is gone. salt: tenant secret of every content key. mask: what each draw
     may choose from, None for everything; where it fails or allows nothing, its sequence alone ends, with an EngineFault.
+    form: index of the runner's form that its KV has.
     beside: a sequence of the same prompt, edits and salt: this one waits until that prompt is forwarded, and shares its pages.
     priority: -10 to 10, higher goes first. timeout: seconds from `LLM.add` after which it ends with Cancelled, unless it has
     finished; None is never.
@@ -176,9 +177,20 @@ class Request:
     salt: str = ""
     stop_ids: frozenset[int] = frozenset()
     mask: Mask | None = None
+    form: int = 0
     beside: Sequence | None = None
     priority: int = 0
     timeout: float | None = None
+
+    @property
+    def key(self) -> str:
+        """What the content of its KV is addressed by, beside the tokens: tenant and form."""
+        return content_key(self.salt, self.form)
+
+
+def content_key(salt: str, form: int) -> str:
+    """Tenant and form in one."""
+    return f"{salt}\0{form}" if form else salt
 
 
 @dataclass(slots=True, eq=False)
@@ -211,6 +223,8 @@ class Sequence:
     it may still take; peak_units: most that this can be. shared_until: tokens that it begins with like somebody before it whose
     windows are gone; what it holds of them is cached when they are forwarded, 0 for nothing. kept_ids: the generated ids to
     commit where a stop string ended it (None: all that were generated).
+    seal_at: logical length at which the prompt's seal is due, 0 after it and where the form has none. replays: runs that are
+    still to be forwarded before it, None before they are known; replayed: tokens of the first that have been.
     history: None where nothing is penalised. allowed: None where every token may come next. leader: the sequence whose prompt
     this one waits for. shared_as: the prefix cache's name for this sequence while it holds its prompt there. drafter:
     None where nothing is guessed.
@@ -242,6 +256,9 @@ class Sequence:
     kept_ids: list[int] | None = None
     miss: Miss | None = None
     fault: Exception | None = None
+    seal_at: int = 0
+    replays: list[tuple[int, ...]] | None = None
+    replayed: int = 0
     history: History | None = None
     allowed: Callable[[], memoryview | None] | None = None
     leader: Sequence | None = None
@@ -258,8 +275,8 @@ class Sequence:
 
     @property
     def num_forwarded(self) -> int:
-        """Logical tokens whose KV has been computed."""
-        return self.state.logical_length if self.state is not None else 0
+        """Logical tokens whose KV has been computed; those of a replay are none of the sequence's."""
+        return self.state.logical_length - self.replayed if self.state is not None else 0
 
     @property
     def num_generated(self) -> int:
@@ -389,14 +406,14 @@ class TailPages(NamedTuple):
     units: list[int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SealWork:
     """One sequence's seal, or a prune of its sealed part.
 
     form: index of the runner's form. row: its row, where its last queries are; None where it has none. held: what it held
     before; seal: what it is to hold (None: a prune, `removed` says of which logical tokens). runs: logical intervals of the
     tail's tokens, in slot order. tail: by group of the form. old, new: units of the sealed part by sealed group of the form,
-    () where there was none. The first `seal.keeps` units of old and new are the same ones.
+    () where there was none. The first `seal.keeps` units of old and new are the same ones. slots_left: what the runner says.
     """
 
     form: int
@@ -408,11 +425,12 @@ class SealWork:
     old: tuple[list[int], ...]
     new: tuple[list[int], ...]
     removed: tuple[Interval, ...] = ()
+    slots_left: int = -1
 
 
 class PageWork(NamedTuple):
-    """Full pages whose contents were moved: their page state is to be made anew. form: index of the runner's form. units: of those
-    pages, by group of the form."""
+    """Full pages whose contents were moved: their page state is to be made anew. form: index of the runner's form. units: of
+    those pages, by group of the form."""
 
     form: int
     units: tuple[list[int], ...]

@@ -12,15 +12,15 @@ A sealed part is immutable and counted by reference like everything else, so for
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 
 class Held(NamedTuple):
     """What a sequence holds, in tokens. tokens: logical length. floor: logical position from which the tail begins; tail:
-    tokens in it (pruned ones are not). slots: most slots of the sealed part in a layer and head. prompt_end: has the prompt just been
-    read? Otherwise the question is whether timed work is due."""
+    tokens in it (pruned ones are not). slots: most slots of the sealed part in a layer and head. prompt_end: has the prompt
+    just been read? Otherwise the question is whether timed work is due."""
 
     tokens: int
     floor: int
@@ -42,7 +42,7 @@ class Seal:
 
 
 class Bound(NamedTuple):
-    """The most that a sequence of so many tokens holds once its prompt is sealed. tail: tokens in the tail. units: of sealed
+    """The most that a sequence holds once its prompt is sealed. tail: tokens in the tail. units: of sealed
     parts by sealed group, a second copy while one replaces the other included."""
 
     tail: int
@@ -55,8 +55,12 @@ class Form:
     rewritten in steps, so that nobody else may hold them; all are indexes into the runner's groups.
 
     name: what requests call it. fingerprint: what KV depends on beside its tokens. truncates: is a sequence without its newest
-    tokens what it was before them? seal(held): the seal that is due, or None; a pure function. bound(tokens): see Bound.
-    replays(held): slices of the logical prompt that are forwarded once more before the prompt's seal, () for none.
+    tokens what it was before them? paged: has it state of whole pages?
+    shrinks: are the last units of a sealed part empty when its slots have become fewer?
+
+    All are pure functions: seal(held): the seal that is due, or None. bound(prompt, tokens): the most that is held after the
+    seal of a prompt of so many tokens until there are `tokens`. replay(held, token_ids): runs of tokens that are forwarded
+    behind the prompt before its seal, each for itself, their KV taken back; replay_most: most tokens of one.
     """
 
     groups: tuple[int, ...]
@@ -66,11 +70,18 @@ class Form:
     reuse: Literal["radix", "chain"] = "radix"
     fingerprint: str = ""
     truncates: bool = True
+    paged: bool = False
+    shrinks: bool = False
     seal: Callable[[Held], Seal | None] | None = None
-    bound: Callable[[int], Bound] | None = None
-    replays: Callable[[Held], tuple[tuple[int, int], ...]] | None = None
+    bound: Callable[[int, int], Bound] | None = None
+    replay: Callable[[Held, Sequence[int]], tuple[tuple[int, ...], ...]] | None = None
+    replay_most: int = 0
 
     @property
     def seals(self) -> bool:
         """Has it a sealed part?"""
         return self.seal is not None
+
+    def reaches(self, sealed_at: int, logical_length: int, length: int) -> bool:
+        """Can a state that was sealed at one length and is as long as the second be cut to the third?"""
+        return length >= logical_length if self.mutable else length >= sealed_at

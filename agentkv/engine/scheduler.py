@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from heapq import heapify, heappop, heappush
 
 from agentkv.engine.cache.intervals import edits_to_apply, normal_edits
-from agentkv.engine.cache.state import Change, KVState
+from agentkv.engine.cache.state import Change
 from agentkv.engine.cache.tiers import Warm
-from agentkv.engine.core import Batch, EngineConfig, Reach, RowWork, Sequence, Status, TableUpdate
+from agentkv.engine.core import Batch, EngineConfig, RowWork, Sequence, Status, TableUpdate, Work
 from agentkv.engine.lookup import share
 from agentkv.engine.oracle import Cost, MemoryOracle
 from agentkv.engine.preempt import Tally, rivals, shed, tell_preempted, tell_resumed, victims
@@ -116,7 +116,9 @@ class Scheduler:
             self._admit_waiting()
         self._follow_moves(batch)
         self.oracle.hold(True)
-        decoding = [seq for seq in self.running if not seq.prefilling]
+        decoding = [seq for seq in self.running if not seq.prefilling and not seq.seal_at]
+        for seq in decoding:
+            batch.moves += self._seal(seq, prompt_end=False)
         room = self.config.step_tokens - (len(self.running) - len(decoding))
         guesses = share(len(decoding), room) if self.config.lookup else 0
         for seq in decoding:
@@ -214,6 +216,9 @@ class Scheduler:
         self.waiting.remove(seq)
         seq.status, seq.row, seq.table_from = Status.RUNNING, heappop(self._rows), [0] * len(cost.peak.counts)
         seq.reserved_units, seq.peak_units = cost.peak, cost.bound
+        assert seq.state is not None
+        if seq.state.form.seals and seq.state.logical_length < seq.num_prompt_tokens:
+            seq.seal_at, seq.replays, seq.replayed = seq.num_prompt_tokens, None, 0
         owed = self._owed_to_leader(seq)
         if owed and seq.leader is not None:
             seq.leader.reserved_units += owed
@@ -241,6 +246,7 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence, by: Sequence) -> None:
         """Its row and reservation go to others; its state is parked."""
+        self._stop_replay(seq)
         self._leave_row(seq)
         self._unshare(seq)
         seq.status, seq.computed = Status.WAITING, seq.num_forwarded
@@ -260,26 +266,36 @@ class Scheduler:
 
     def _cost(self, seq: Sequence) -> Cost:
         length = seq.num_prompt_tokens + seq.max_tokens - 1
-        return self.oracle.cost(seq.state, seq.pending_edits, length, shared_until=seq.shared_until)
+        form, prompt = seq.request.form, seq.num_prompt_tokens
+        return self.oracle.cost(seq.state, seq.pending_edits, length, shared_until=seq.shared_until, form=form, prompt=prompt)
 
     # -- what runs
 
     def _add_chunks(self, batch: Batch) -> None:
         """Prompts, and what preempted sequences lost, in what the decodes left of the budget; see `queue.shares`."""
-        prompts = [seq for seq in self.running if seq.prefilling]
+        prompts = [seq for seq in self.running if seq.prefilling or seq.seal_at]
         prompts.sort(key=lambda seq: (not seq.guaranteed, self.waiting.order(seq)))
         for seq in prompts:
             self._apply_edits(batch, seq)
-        wants = [self._chunk_end(seq) - seq.num_forwarded for seq in prompts]
+        wants = [self._wanted(seq) for seq in prompts]
         ranks = [seq.request.priority for seq in prompts]
         given = shares(self.config.step_tokens - batch.num_tokens, wants, ranks)
         for seq, count in zip(prompts, given, strict=True):
-            self._add_row(batch, seq, count)
+            if seq.replays:
+                self._replay(batch, seq, count)
+            else:
+                self._add_row(batch, seq, count)
 
-    def _chunk_end(self, seq: Sequence) -> int:
-        """A chunk ends before an edit, and where others begin to hold what it holds."""
+    def _wanted(self, seq: Sequence) -> int:
+        """Tokens that it could forward in one chunk, which ends before an edit, where others begin to hold what it holds, and
+        where its prompt is sealed."""
+        if seq.replays:
+            return len(seq.replays[0]) - seq.replayed
         end = seq.pending_edits[0].at - 1 if seq.pending_edits else len(seq.token_ids)
-        return min(end, seq.shared_until) if seq.num_forwarded < seq.shared_until else end
+        for stop in (seq.shared_until, seq.seal_at):
+            if seq.num_forwarded < stop:
+                end = min(end, stop)
+        return end - seq.num_forwarded
 
     def _apply_edits(self, batch: Batch, seq: Sequence) -> None:
         while seq.pending_edits and seq.pending_edits[0].at - 1 == seq.num_forwarded:
@@ -289,6 +305,65 @@ class Scheduler:
             cost = self._cost(seq)
             seq.reserved_units, seq.peak_units = cost.peak, cost.bound
             self._unsettled = self._retry = True
+
+    # -- seals
+
+    def seal_prompts(self) -> list[Work]:
+        """After a step: go on with the replays of prompts that are complete, and seal those that need no more of them; what
+        must be carried out at once."""
+        works: list[Work] = []
+        for seq in self.running:
+            if seq.seal_at and seq.num_forwarded == seq.seal_at and self._replays_done(seq):
+                seq.seal_at = 0
+                works += self._seal(seq, prompt_end=True)
+        if self._unsettled:
+            self.settle()
+        return works
+
+    def _seal(self, seq: Sequence, *, prompt_end: bool) -> list[Work]:
+        """The work of the seal that is due, if there is one. What it is promised follows from what it holds then."""
+        state = seq.state
+        if state is None or state.form.seal is None:
+            return []
+        held = state.held(prompt_end)
+        seal = state.form.seal(held)
+        if seal is None:
+            return []
+        change = state.seal(held, seal, seq.row)
+        for group, first in enumerate(change.first_pages):
+            seq.table_from[group] = min(seq.table_from[group], first)
+        cost = self._cost(seq)
+        seq.reserved_units, seq.peak_units = cost.peak, cost.bound
+        self._unsettled = self._retry = True
+        return change.moves
+
+    def _replays_done(self, seq: Sequence) -> bool:
+        assert seq.state is not None
+        if seq.replays is None:
+            replay, ids = seq.state.form.replay, seq.token_ids[: seq.seal_at]
+            seq.replays = [run for run in replay(seq.state.held(True), ids) if run] if replay is not None else []
+        elif seq.replays and seq.replayed == len(seq.replays[0]):
+            seq.replays.pop(0)
+            self._stop_replay(seq)
+        return not seq.replays
+
+    def _stop_replay(self, seq: Sequence) -> None:
+        """The KV of a run that is over, or has to begin again, is taken back."""
+        if seq.replayed and seq.state is not None:
+            length, held = seq.num_forwarded, seq.state.units
+            seq.state.take_back(length)
+            seq.replayed = 0
+            seq.reserved_units = (seq.reserved_units + (held - seq.state.units)).least(seq.peak_units)
+            self._unsettled = True
+
+    def _replay(self, batch: Batch, seq: Sequence, count: int) -> None:
+        assert seq.state is not None
+        assert seq.replays
+        tokens = list(seq.replays[0][seq.replayed : seq.replayed + count])
+        if tokens:
+            self._append(batch, seq, tokens, seq.state.logical_length, replay=True)
+            seq.replayed += count
+            seq.num_prefilled_tokens += count
 
     def _draft(self, seq: Sequence, most: int) -> list[int]:
         """Guesses of what follows. What is promised to the sequence has room for them: they end before its last token."""
@@ -309,6 +384,14 @@ class Scheduler:
         assert seq.row is not None
         position = seq.num_forwarded
         tokens = [*seq.token_ids[position : position + count], *drafted]
+        work = self._append(batch, seq, tokens, position)
+        work.sample = position + count == len(seq.token_ids)
+        work.drafted = len(tokens) - count
+
+    def _append(self, batch: Batch, seq: Sequence, tokens: list[int], position: int, *, replay: bool = False) -> RowWork:
+        """The row's new tokens get their slots, and the device's tables what they lack."""
+        assert seq.state is not None
+        assert seq.row is not None
         change = seq.state.append(len(tokens))
         if change.new_units:
             seq.reserved_units = (seq.reserved_units - change.new_units).least(seq.peak_units)
@@ -320,23 +403,25 @@ class Scheduler:
                 batch.table_updates.append(TableUpdate(seq.row, first, holding.units[first - holding.first_page :], group))
                 seq.table_from[group] = holding.next_page
         self.waiting.clock.serve(seq, len(tokens))
-        batch.rows.append(
-            RowWork(
-                row=seq.row,
-                tokens=tokens,
-                position=position,
-                slot=seq.state.length - len(tokens),
-                sample=position + count == len(seq.token_ids),
-                sampling=seq.request.sampling,
-                seed=seq.seed,
-                step=seq.num_generated,
-                seq_id=seq.seq_id,
-                history=seq.history,
-                allowed=seq.allowed,
-                reaches=_reaches(seq.state, position, len(tokens)),
-                drafted=len(tokens) - count,
-            )
+        work = RowWork(
+            row=seq.row,
+            tokens=tokens,
+            position=position,
+            slot=seq.state.length - len(tokens),
+            sample=False,
+            sampling=seq.request.sampling,
+            seed=seq.seed,
+            step=seq.num_generated,
+            seq_id=seq.seq_id,
+            history=seq.history,
+            allowed=seq.allowed,
+            reaches=seq.state.reaches(len(tokens)) if seq.state.pools.windowed or seq.state.form.seals else (),
+            form=seq.request.form,
+            sealed=seq.state.slots,
+            replay=replay,
         )
+        batch.rows.append(work)
+        return work
 
     def _follow_moves(self, batch: Batch) -> None:
         """Units were moved to make room: the device's tables of all running rows are out of date."""
@@ -372,13 +457,3 @@ class Scheduler:
         if seq.warm is not None:
             self.oracle.forget(seq.warm)
         seq.warm = None
-
-
-def _reaches(state: KVState, position: int, count: int) -> tuple[Reach | None, ...]:
-    """What window groups tell of the `count` tokens that were just appended at logical `position`."""
-    if not state.pools.windowed:
-        return ()
-    return tuple(
-        None if holding.pool.window is None else Reach(holding.length - count, holding.first_visible(position, count))
-        for holding in state.holdings
-    )

@@ -172,9 +172,15 @@ class SparseMethod:
         """The seal that is due: at the end of a prompt, or as timed work between decode steps."""
         return None
 
-    def most(self, tokens: int) -> Most:
-        """The most that a sealed sequence of so many tokens holds. Needed where `keep` is."""
+    def most(self, prompt: int, tokens: int) -> Most:
+        """The most that is held after the seal of a prompt of so many logical tokens, until there are `tokens`. Needed where
+        `keep` is."""
         raise NotImplementedError
+
+    @property
+    def replay_most(self) -> int:
+        """Most tokens of one run of `replay`; 0 for a method that replays nothing."""
+        return 0
 
     def replay(self, held: Held, token_ids: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Tokens that are forwarded behind a prompt before its seal, each run for itself, to be looked at (`batch.replay`);
