@@ -116,6 +116,29 @@ class Kept:
     counts: Tensor
 
 
+class Plain(NamedTuple):
+    """One sequence as plain tensors, for `reference`. By layer: q `[n, num_heads, head_dim]`, k and v
+    `[n, num_kv_heads, head_dim]` of the n tokens of a prompt, rotated; query `[num_heads, head_dim]` of the token behind it;
+    x `[n, hidden_size]`, normed, that k and v were made from. replays: by run and layer, (q, k) of its tokens. scale: of the
+    scores."""
+
+    q: Sequence[Tensor]
+    k: Sequence[Tensor]
+    v: Sequence[Tensor]
+    query: Sequence[Tensor]
+    x: Sequence[Tensor]
+    replays: Sequence[Sequence[tuple[Tensor, Tensor]]]
+    scale: float
+
+
+class Read(NamedTuple):
+    """What one query reads of a history, by KV head: positions, ascending, and keys and values `[count, head_dim]` as read."""
+
+    positions: Sequence[Sequence[int]]
+    k: Sequence[Tensor]
+    v: Sequence[Tensor]
+
+
 @dataclass(frozen=True)
 class SparseMethod:
     """Base of all methods. The defaults keep every token of every layer, exactly.
@@ -229,6 +252,15 @@ class SparseMethod:
 
     def on_step_end(self, batch: DeviceBatch) -> None:
         """After the last layer, before sampling."""
+
+    # -- what it should come to
+
+    def reference(self, plain: Plain, layer: int) -> Read:
+        """What the token behind a prompt reads in a layer, by the paper's definition on plain tensors: an oracle, which shares
+        no function with the rest of the method. Default: everything."""
+        heads = range(plain.k[layer].shape[1])
+        every = list(range(len(plain.k[layer])))
+        return Read([every] * len(heads), *([each[layer][:, head] for head in heads] for each in (plain.k, plain.v)))
 
     # -- between steps
 
