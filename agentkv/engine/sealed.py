@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -49,30 +48,35 @@ class Candidates(NamedTuple):
     tail: int
 
 
-@dataclass(frozen=True)
-class SealJob:
-    """One sequence's seal, as the method sees it."""
+class SealJob(Protocol):
+    """One sequence's seal, as the method sees it. Nothing here waits for the device."""
 
     work: SealWork
     shape: ModelShape
 
     def candidates(self, layer: int) -> Candidates:
-        """What the layer may keep: see Candidates. Gathered anew in each call."""
-        raise NotImplementedError
+        """What the layer may keep: see Candidates. Gathered anew in each call. EngineFault where the method does not store K
+        and V in the model's pages."""
+        ...
+
+    def positions(self) -> Tensor:
+        """Logical position of each of the tail's tokens, ascending, int32 `[tail tokens]`."""
+        ...
 
     def queries(self, layer: int) -> Tensor:
-        """The newest queries of the prompt `[w, num_heads, head_dim]`, rotated; w is the method's query window, or as many as
-        have been forwarded since the last seal, where those are fewer."""
-        raise NotImplementedError
+        """The newest queries of the prompt `[w, num_heads, head_dim]`, rotated, oldest first; w is the method's query window,
+        or as many as have been forwarded since the last seal, where those are fewer."""
+        ...
 
     def items(self, name: str) -> Tensor:
-        """Items of slot state that belong to the candidates, in their order: `[*shape with the candidates at SLOT]`."""
-        raise NotImplementedError
+        """Items of slot state that belong to the candidates, in their order: `[*shape with the candidates at SLOT]`. State of
+        the tail alone has items of the tail's tokens alone, sealed state of the sealed slots alone."""
+        ...
 
     def old(self, name: str) -> tuple[Tensor, Tensor]:
         """Units of a sealed state `[num_granules, *shape]`, and the old part's int64 `[num_units]`."""
-        raise NotImplementedError
+        ...
 
     def new(self, name: str) -> tuple[Tensor, Tensor]:
         """The same of the part that is to be written; the first `work.seal.keeps` are the old part's."""
-        raise NotImplementedError
+        ...

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten
 
 from agentkv.engine.core import EngineConfig, Group, Request
 from agentkv.engine.devices import usable_memory
+from agentkv.engine.forms import serve
 from agentkv.engine.llm import LLM
 from agentkv.engine.loader import LoadedModel
 from agentkv.engine.runner import ModelRunner
@@ -55,8 +56,9 @@ class MemoryPlan:
 
 
 def groups_of(loaded: LoadedModel, config: EngineConfig, method: SparseMethod) -> tuple[Group, ...]:
-    """What a sequence has page tables of: the model's KV and the method's state. BadRequest for state that is not kept yet."""
-    return (*loaded.groups(config.page_size), *(spec.group(config.page_size) for spec in method.states))
+    """What a sequence has page tables of: the model's KV and the method's state. BadRequest for a method that does not serve
+    the model."""
+    return serve(loaded, config, (method,))[0]
 
 
 def plan_memory(loaded: LoadedModel, config: EngineConfig, method: SparseMethod, step: int | None = None) -> MemoryPlan:

@@ -301,6 +301,8 @@ class Lifecycle:
     def _attend_one(
         self, layer: int, q: Tensor, q_raw: Tensor, scale: float, method: SparseMethod, reader: SparseMethod, batch: DeviceBatch
     ) -> Tensor:
+        if batch.recent is not None:
+            batch.recent.keep(layer, q)
         selection = reader.select(layer, q, q_raw, batch)
         done: Attended = attend(q, reader.view(layer, selection, batch), batch, scale)
         out = method.finish(layer, done.out, batch)
@@ -313,8 +315,10 @@ class Lifecycle:
             method.on_layer_end(layer, hidden[batch.tokens], batch)
 
     def end(self) -> None:
-        """After the last layer: chunk and step hooks."""
+        """After the last layer: page, chunk and step hooks."""
         for method, _, batch in self._batches:
+            if batch.filled is not None:
+                method.on_pages(batch.filled)
             if batch.prefill:
                 method.on_chunk_end(batch)
             method.on_step_end(batch)

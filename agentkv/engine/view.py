@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 from torch import Tensor
 
-from agentkv.kernels.chunk_attention import token_slots
-from agentkv.kernels.decode_attention import RowPages, plan_row
+from agentkv.engine.tables import HeadTable, RowTable
 
 if TYPE_CHECKING:
+    from agentkv.engine.query_window import QueryRows
     from agentkv.engine.sealed import SealedRows
-    from agentkv.kernels.paged_decode import DecodePlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,82 +26,6 @@ class PagedKV:
     pages: Tensor
 
 
-@dataclass(frozen=True)
-class RowTable:
-    """Which pages a batch's rows read, and how much of them. Built once a step, read by every layer.
-
-    entries: int32 `[max_rows, max_pages]` on the device, granules. rows: int64 `[num_rows]`, lines of `entries`.
-    lens: int32 `[num_rows]` on the device, slots held, the step's own tokens included. host_rows, host_lens: the same on
-    the host (a method that knows its kept counts only on the device gives upper bounds). starts: int32 `[num_tokens]` on the
-    device, the first slot that each of the batch's tokens sees, None where each sees all; host_starts: the same on the host, by
-    row. Slots before a row's first start are never read.
-    """
-
-    entries: Tensor
-    rows: Tensor
-    lens: Tensor
-    host_rows: tuple[int, ...]
-    host_lens: tuple[int, ...]
-    page_size: int
-    starts: Tensor | None = None
-    host_starts: tuple[tuple[int, ...], ...] = ()
-
-    @property
-    def first_slots(self) -> tuple[int, ...]:
-        """First slot that is read of each row."""
-        return tuple(each[0] for each in self.host_starts) or (0,) * len(self.host_rows)
-
-    def by_query(self, counts: tuple[int, ...]) -> RowTable:
-        """The table with a line for each token: counts[i] tokens of row i are its last slots, and each ends its own line."""
-        if all(count == 1 for count in counts):
-            return self
-        if counts not in self._by_query:
-            behind = [count - 1 - i for count in counts for i in range(count)]
-            packed = torch.tensor([*counts, *behind]).to(self.rows.device)
-            repeats, back = torch.split(packed, [len(counts), len(behind)])
-            owner = [index for index, count in enumerate(counts) for _ in range(count)]
-            self._by_query[counts] = replace(
-                self,
-                rows=self.rows.repeat_interleave(repeats),
-                lens=self.lens.repeat_interleave(repeats) - back.to(torch.int32),
-                host_rows=tuple(self.host_rows[index] for index in owner),
-                host_lens=tuple(self.host_lens[index] - less for index, less in zip(owner, behind, strict=True)),
-                host_starts=tuple((start,) for starts in self.host_starts for start in starts),
-            )
-        return self._by_query[counts]
-
-    @cached_property
-    def _by_query(self) -> dict[tuple[int, ...], RowTable]:
-        return {}
-
-    @cached_property
-    def work(self) -> DecodePlan:
-        """Pieces of the rows for decode on a GPU, where each row has one token."""
-        from agentkv.kernels.paged_decode import bound_pieces, plan_decode
-
-        seen = sum(self.host_lens) - sum(self.first_slots)
-        return plan_decode(self.lens, self.rows, bound_pieces(len(self.host_lens), seen), self.starts)
-
-    @cached_property
-    def decode_plan(self) -> tuple[RowPages, ...]:
-        """Pages of each row for decode on the CPU."""
-        rows = zip(self.host_rows, self.host_lens, self.first_slots, strict=True)
-        return tuple(plan_row(self.entries[row], length, self.page_size, first) for row, length, first in rows)
-
-    @cached_property
-    def chunk_plan(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        """(entries, offsets) int64 `[kv_len - first slot]` of each row's slots, for chunked prefill."""
-        rows = zip(self.host_rows, self.host_lens, self.first_slots, strict=True)
-        return tuple(token_slots(self.entries[row], length, self.page_size, first) for row, length, first in rows)
-
-    @cached_property
-    def chunk_starts(self) -> tuple[list[int] | None, ...]:
-        """For each row the first slot that each of its tokens sees, counted from the first of its `chunk_plan`; None: all."""
-        if self.starts is None:
-            return (None,) * len(self.host_rows)
-        return tuple([each - starts[0] for each in starts] for starts in self.host_starts)
-
-
 @dataclass(frozen=True, slots=True)
 class Part:
     """A payload and the rows of it that attention reads.
@@ -112,7 +34,7 @@ class Part:
     """
 
     payload: PagedKV
-    table: RowTable
+    table: RowTable | HeadTable
     bias: Tensor | None = None
 
 
@@ -203,10 +125,11 @@ class DeviceBatch:
     """The rows of one view class in one phase of a step; every hook gets it as `batch`.
 
     tokens: where they lie in the step. prefill: chunks; otherwise each row has its last token, and where the method truncates
-    a few guesses behind it. positions: int64 `[num_tokens]`, logical. groups: the same rows in each KV group; group_of: layer
-    -> its group. pages_of: layer -> its pages (see PagedKV). states: by name, the units of the method's state and its group.
-    form: index of the runner's form. replay: the tokens are forwarded to be looked at, their KV will be taken back. sealed:
-    the rows' sealed parts, None where no row has one.
+    a few guesses behind it. positions: int64 `[num_tokens]`, logical. groups: the same rows in each group of the form;
+    group_of: layer -> its place among these. pages_of: layer -> its pages (see PagedKV). states: by name, the units of the
+    method's state and its place among the groups. form: index of the runner's form. replay: the tokens are forwarded to be
+    looked at, their KV will be taken back. sealed: the rows' sealed parts, None where no row has one. filled: pages of KV that
+    the batch fills, where there is page state; recent: where queries are kept for a seal.
     """
 
     rows: tuple[RowSpan, ...]
@@ -220,6 +143,8 @@ class DeviceBatch:
     form: int = 0
     replay: bool = False
     sealed: SealedRows | None = None
+    filled: PageFill | None = None
+    recent: QueryRows | None = None
 
     def table_of(self, layer: int) -> RowTable:
         """What the layer's queries see of the rows."""
