@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,18 +20,16 @@ from recompute import (
     window_scores,
 )
 from recorded import Recorded
+from subjects import MICRO, text, tiny
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config
-
-import agentkv
+from transformers import AutoTokenizer
 
 pytestmark = pytest.mark.slow
-MICRO = Path(agentkv.__file__).parent / "data" / "micro"
 TOLERANCE = 2e-5  # how far a score of kvpress in float32 may be from ours in float64, as a share of the largest score
 
 SNAPKV = [(8, 5, 40), (16, 7, 17), (64, 5, 100), (1, 1, 30)]  # window, kernel, capacity
 STREAMING = [(4, 37), (0, 20), (1, 119)]  # sinks, capacity
-ADAKV = [(0.2, 24), (0.0, 40), (0.5, 60), (1.0, 40)]  # share that is sure, capacity; window 8, kernel 5
+ADAKV = [(0.2, 24), (0.0, 40), (0.8, 60), (1.0, 40)]  # share that is sure, capacity; window 8, kernel 5
 KVZIP = [(2048, False, 30), (2048, True, 30), (50, False, 60), (50, True, 60)]  # chunk, layerwise, capacity
 
 
@@ -64,32 +60,6 @@ def runs(tokens: list[int]) -> dict[tuple[Any, ...], Run]:
     for press in ("snapkv", "streamingllm", "adakv", "kvzip"):
         found[press, "all"] = Run(press, tokens, len(tokens), {"alpha_safeguard": 0.2} if press == "adakv" else {})
     return found
-
-
-def tiny(folder: Path, family: str) -> None:
-    """A random GQA model with micro's tokenizer; the Llama's has no chat template."""
-    shared: dict[str, Any] = {
-        "vocab_size": 272,
-        "hidden_size": 48,
-        "intermediate_size": 80,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "head_dim": 12,
-        "max_position_embeddings": 1024,
-        "initializer_range": 0.3,
-    }
-    torch.manual_seed(5)
-    config = Qwen3Config(**shared, tie_word_embeddings=True) if family == "qwen3" else LlamaConfig(**shared)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    names = ["tokenizer.json", "tokenizer_config.json"] + ["chat_template.jinja"] * (family == "qwen3")
-    for name in names:
-        shutil.copy(MICRO / name, folder)
-
-
-def text(lines: int) -> str:
-    draw = random.Random(3)
-    return "".join(f"{''.join(draw.choices('abcdefghijklm', k=3))} {draw.randrange(1000, 10000)}\n" for _ in range(lines))
 
 
 @pytest.fixture(scope="module", params=["qwen3", "llama", "micro"])
