@@ -6,6 +6,10 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+
+BLOCK = 64
+"""Pages of one product, however many a row has: so a row's bits do not depend on its batch."""
 
 
 def page_scores(
@@ -30,16 +34,19 @@ def page_scores(
         from agentkv.kernels.page_scores_triton import score_pages
 
         return score_pages(q, bounds, table, first, last, reduce)
-    num_rows, num_heads, head_dim = q.shape
-    num_kv_heads = bounds.shape[1]
+    num_rows, _, head_dim = q.shape
+    num_kv_heads, max_pages = bounds.shape[1], table.shape[1]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    page = torch.arange(table.shape[1], device=q.device)
+    page = torch.arange(max_pages, device=q.device)
     outside = (page < first.unsqueeze(1)) | (page >= last.unsqueeze(1))
-    read = bounds[table.to(torch.int64).masked_fill(outside, 0)].to(wide).permute(0, 2, 3, 4, 1)
-    grouped = q.to(wide).view(num_rows, num_kv_heads, -1, head_dim)
+    places = functional.pad(table.to(torch.int64).masked_fill(outside, 0), (0, -max_pages % BLOCK))
+    blocks = places.shape[1] // BLOCK
+    read = bounds[places].to(wide).view(num_rows, blocks, BLOCK, num_kv_heads, 2, head_dim).permute(0, 3, 1, 4, 5, 2)
+    grouped = q.to(wide).view(num_rows, num_kv_heads, 1, -1, head_dim)
     # the larger product takes the maximum where q is positive, the minimum where it is negative
-    scores = torch.matmul(grouped.clamp(min=0), read[:, :, 1]) + torch.matmul(grouped.clamp(max=0), read[:, :, 0])
+    scores = torch.matmul(grouped.clamp(min=0), read[:, :, :, 1]) + torch.matmul(grouped.clamp(max=0), read[:, :, :, 0])
+    scores = scores.transpose(2, 3).flatten(3)[..., :max_pages]
     if reduce == "none":
-        return scores.view(num_rows, num_heads, -1).masked_fill_(outside.unsqueeze(1), -torch.inf)
+        return scores.flatten(1, 2).masked_fill(outside.unsqueeze(1), -torch.inf)
     reduced = scores.amax(2) if reduce == "max" else scores.sum(2)
     return reduced.masked_fill_(outside.unsqueeze(1), -torch.inf)

@@ -69,3 +69,15 @@ def test_no_key_scores_more_than_its_page_and_pages_of_one_key_score_exactly() -
     assert (scores >= products.amax(-1) - 1e-12).all()
     single = page_scores(q, bounds_of(pages[:, :, :, :1]), table, ends * 0, ends, reduce="none")[0]
     assert torch.allclose(single, products[..., 0])
+
+
+@pytest.mark.parametrize("reduce", ["max", "sum", "none"])
+def test_a_row_is_the_same_alone_bit_for_bit(reduce: str) -> None:
+    bounds, q = bounds_of(made(200, 2, 2, 4, 32, dtype=torch.float32)), made(3, 8, 32, dtype=torch.float32)
+    table = torch.arange(600).view(3, 200) % 200
+    last = torch.tensor([200, 3, 70], dtype=torch.int32)
+    together = page_scores(q, bounds, table, last * 0, last, reduce=reduce)
+    for row, count in enumerate(last.tolist()):
+        mine = slice(row, row + 1)
+        alone = page_scores(q[mine], bounds, table[mine, :count], last[mine] * 0, last[mine], reduce=reduce)
+        assert torch.equal(alone[0], together[row, :, :count])

@@ -8,6 +8,7 @@ from devices import NoWaiting
 
 from agentkv.kernels import reference
 from agentkv.kernels.ragged_decode import ragged_decode
+from agentkv.kernels.slot_mass import slot_mass
 
 LENS = [[5, 0], [300, 17], [1, 256]]
 SCALE = 0.3
@@ -87,6 +88,31 @@ def test_a_row_is_the_same_alone_bit_for_bit() -> None:
             max_len=longest, queries=2, bias=bias[row : row + 1, :, :longest],
         )  # fmt: skip
         assert torch.equal(alone, together[mine])
+
+
+@pytest.mark.parametrize("by_head", [False, True])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_mass_by_slot_equals_loops(by_head: bool, queries: int) -> None:
+    part = Part(torch.float64, by_head, queries)
+    _, lse = part.run()
+    given = (part.q, part.pages, part.table, part.rows, part.lens, lse, SCALE)
+    with NoWaiting():
+        summed = slot_mass(*given, max_len=300, queries=queries)
+        most = slot_mass(*given, max_len=300, queries=queries, reduce="max")
+    for row in range(3):
+        own = part.table[part.rows[row]]
+        for line in range(2):
+            length, want = LENS[row][line], []
+            entries = (own[line] if own.dim() == 2 else own).tolist()
+            for token in range(row * queries, (row + 1) * queries) if length else ():
+                for head in (2 * line, 2 * line + 1):
+                    keys, _ = reference.read_row(part.pages[:, line % part.pages.shape[1]].unsqueeze(1), entries, length)
+                    want.append(torch.softmax(keys[:, 0] @ part.q[token, head] * SCALE, 0))
+            assert not summed[row, line, length:].any()
+            assert not most[row, line, length:].any()
+            if length:
+                assert torch.allclose(summed[row, line, :length], torch.stack(want).sum(0), rtol=1e-12)
+                assert torch.allclose(most[row, line, :length], torch.stack(want).amax(0), rtol=1e-12)
 
 
 def test_nothing_at_all() -> None:

@@ -13,6 +13,7 @@ from agentkv.kernels.page_bounds import page_bounds
 from agentkv.kernels.page_scores import page_scores
 from agentkv.kernels.ragged_decode import ragged_decode
 from agentkv.kernels.received_mass import received_mass
+from agentkv.kernels.slot_mass import slot_mass
 from agentkv.kernels.top_positions import top_positions
 from agentkv.kernels.window_scores import window_ends, window_scores
 
@@ -142,6 +143,21 @@ def decode(dtype: torch.dtype, size: int) -> None:
             lse = lse.view(3, 2, queries, 2).transpose(1, 2).reshape(want_lse.shape)
             assert far(out, want) < (2e-2 if dtype == torch.bfloat16 else 2e-5)
             assert far(lse, want_lse) < 1e-4
+            if bias is None:
+                mass(q, pages, table, rows, lens, want_lse, longest)
+
+
+def mass(q: torch.Tensor, *given: object) -> None:
+    """given: pages, table, rows, lens, lse, and the longest row."""
+    from agentkv.kernels.slot_mass_triton import mass_of_slots
+
+    pages, table, rows, lens, lse, longest = given
+    for op in ("sum", "max"):
+        own = (table, rows, lens, lse, 0.3)
+        want = slot_mass(q.double(), pages.double(), *own, max_len=longest, reduce=op)
+        heads = table if table.dim() == 3 else table.unsqueeze(1).expand(-1, 2, -1)
+        placed = [each.to(DEVICE) for each in (q.view(3, 2, 2, 12), pages, heads, rows, lens, lse.float().view(3, 2, 2))]
+        assert far(mass_of_slots(*placed, 0.3, longest, op == "max"), want) < 1e-5
 
 
 CASES = [columns, bounds, positions, copies, decode]
@@ -185,7 +201,8 @@ def test_a_gpu_runs_them_without_waiting_and_the_same_each_time() -> None:
         read = gather_heads(pages, table[0], 3000, lens)
         parts = ragged_decode(q[:1], pages, table, targets[:1], lens.view(1, 2), 0.1, max_len=3200)
         mass = received_mass(q, k, summed[:, :32].T.contiguous(), lens[:1].expand(32), 0.1)
-        return [summed, kept, paged, *read, *parts, mass]
+        decoded = slot_mass(q[:1], pages, table, targets[:1], lens.view(1, 2), parts[1], 0.1, max_len=3200)
+        return [summed, kept, paged, *read, *parts, mass, decoded]
 
     first = run()
     torch.cuda.set_sync_debug_mode("error")
