@@ -41,18 +41,19 @@ def received_mass(
 
         return reduce_columns(q, k, lse, ends, scale, bias=bias, op=reduce)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    columns = k.to(wide).transpose(1, 2).unsqueeze(1)
-    grouped = q.to(wide).view(num_queries, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
-    tops = lse.to(wide).view(num_queries, num_kv_heads, -1).permute(1, 2, 0).unsqueeze(-1)
+    columns = k.to(wide).transpose(1, 2)
+    grouped = (q.to(wide) * scale).view(num_queries, num_kv_heads, -1, head_dim).transpose(0, 1)
+    tops = lse.to(wide).view(num_queries, num_kv_heads, -1, 1).transpose(0, 1)
     slots = torch.arange(length, device=q.device)
     received = torch.zeros(num_kv_heads, length, dtype=wide, device=q.device)
     step = max(1, _TILE // max(1, num_heads * length))
     for begin in range(0, num_queries, step):
         part = slice(begin, begin + step)
-        scores = torch.matmul(grouped[:, :, part], columns) * scale
+        mine = grouped[:, part]  # `[num_kv_heads, queries, group, head_dim]`
+        scores = torch.bmm(mine.flatten(1, 2), columns).view(*mine.shape[:3], length)
         if bias is not None:
             scores += bias.to(wide)[:, None, None]
-        hidden = (slots >= ends[:, None, part, None]) | (tops[:, :, part] == -torch.inf)
-        mass = scores.sub_(tops[:, :, part]).exp_().masked_fill_(hidden, 0)
+        hidden = (slots >= ends[:, part, None, None]) | (tops[:, part] == -torch.inf)
+        mass = scores.sub_(tops[:, part]).exp_().masked_fill_(hidden, 0)
         received = received + mass.sum((1, 2)) if reduce == "sum" else torch.maximum(received, mass.amax((1, 2)))
     return received

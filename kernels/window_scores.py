@@ -31,8 +31,9 @@ def window_scores(
         lse = attention_lse(q, k, ends, scale)
         return reduce_columns(q, k, lse, ends, scale, by_head=True)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    grouped = q.to(wide).view(window, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
-    scores = torch.matmul(grouped, k.to(wide).transpose(1, 2).unsqueeze(1)) * scale
+    grouped = (q.to(wide) * scale).view(window, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+    products = torch.bmm(grouped.reshape(num_kv_heads, -1, head_dim), k.to(wide).transpose(1, 2))
+    scores = products.view(num_kv_heads, -1, window, length)
     hidden = torch.arange(length, device=q.device) >= ends.unsqueeze(-1)
     scores.masked_fill_(hidden.unsqueeze(1), -torch.inf)
     given = torch.softmax(scores, -1).masked_fill_(hidden.unsqueeze(1), 0).view(num_heads, window, length)
