@@ -190,13 +190,15 @@ def _merge_kernel(
     place = item.to(tl.int64) * MEMBERS + member
     lse = tl.load(part_lse_ptr + place, mask=live, other=float("-inf"))
     part = tl.load(part_ptr + place[:, None] * DIM + dim[None, :], mask=live[:, None] & (dim[None, :] < DIM), other=0.0)
-    top = tl.max(lse, 0)
+    top = tl.maximum(tl.max(lse, 0), -1e30)  # a row may hold nothing, or its pieces be hidden
     weight = tl.exp2(lse - top)
     sums = tl.sum(weight, 0)
-    out = tl.sum(part * weight[:, None], 0) / sums
+    sums_safe = tl.where(sums > 0, sums, 1.0)
+    out = tl.sum(part * weight[:, None], 0) / sums_safe
     line_out = token.to(tl.int64) * (HEADS * GROUP) + head
     tl.store(out_ptr + line_out * DIM + dim, out, mask=dim < DIM)
-    tl.store(lse_ptr + line_out, (top + tl.log2(sums)) * 0.6931471805599453, mask=share == 0)
+    total = tl.where(sums > 0, top + tl.log2(sums_safe), float("-inf"))
+    tl.store(lse_ptr + line_out, total * 0.6931471805599453, mask=share == 0)
 
 
 class Tuning(NamedTuple):
