@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from agentkv.engine.cache.arena import UnitMoves
-from agentkv.engine.core import Batch, Copies, Moves, PageWork, Runner, Work
+from agentkv.engine.core import Batch, Runner
+from agentkv.engine.work import Copies, Moves, PageWork, Work
 from agentkv.errors import EngineFault
 
 

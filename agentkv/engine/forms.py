@@ -72,13 +72,13 @@ def serve(
 
 def widths(groups: Sequence[Group], forms: Sequence[Form], config: EngineConfig) -> dict[int, int]:
     """Pages of a row by group, where they are not those of a window's tokens: sealed parts have their bound, and behind a
-    prompt there is room for a step of what is forwarded to be looked at."""
+    prompt there is room for a run of what is forwarded to be looked at."""
     found: dict[int, int] = {}
     for form in forms:
         if form.bound is not None:
-            found.update(zip(form.sealed, form.bound(config.window).units, strict=True))
-        if form.replays is not None:
-            more = config.window + config.step_tokens
+            found.update(zip(form.sealed, form.bound(config.window, config.window).units, strict=True))
+        if form.replay is not None:
+            more = config.window + form.replay_most
             found.update({index: -(-more // groups[index].page_size) for index in form.groups})
     return {index: max(1, width) for index, width in found.items()}
 
@@ -108,6 +108,7 @@ def _serve(
     of_sealed = (*((payload, lens) if layout else ()), *sealed.values())
     mine = (*tail.values(), *of_sealed)
     mutable = frozenset(index for index in mine if _state(groups, index).mutable)
+    page_states = tuple(name for name in tail if specs[name].scope == "page")
     seal, bound = _sealing(method, layout, [_state(groups, index) for index in of_sealed])
     form = Form(
         groups=(*(range(len(kv)) if method.stores else ()), *tail.values()),
@@ -119,9 +120,11 @@ def _serve(
         truncates=method.truncates and not mutable,
         seal=seal,
         bound=bound,
-        replays=method.replay if type(method).replay is not SparseMethod.replay else None,
+        paged=bool(page_states),
+        shrinks=method.seals_into == "stripe",
+        replay=method.replay if method.replay_most else None,
+        replay_most=method.replay_most,
     )
-    page_states = tuple(name for name in tail if specs[name].scope == "page")
     return Served(method, form, shape, specs, tail, sealed, layout, payload, lens, page_states)
 
 
@@ -146,7 +149,7 @@ def _payload(layout: UnitLayout) -> StateGroup:
 
 def _sealing(
     method: SparseMethod, layout: UnitLayout | None, groups: Sequence[StateGroup]
-) -> tuple[Callable[[Held], Seal | None] | None, Callable[[int], Bound] | None]:
+) -> tuple[Callable[[Held], Seal | None] | None, Callable[[int, int], Bound] | None]:
     """`seal` and `bound` of the form, which count in units what the method counts in tokens; None where it never seals."""
     if method.seals_into is None:
         return None, None
@@ -176,8 +179,8 @@ def _sealing(
         made = units(keep)
         return Seal(keep.floor, keep.slots, made, keeps(held, made) if keep.appends else ())
 
-    def bound(tokens: int) -> Bound:
-        most = method.most(tokens)
+    def bound(prompt: int, tokens: int) -> Bound:
+        most = method.most(prompt, tokens)
         return Bound(most.tail, tuple(count * (1 + most.again) for count in units(most.keep)))
 
     return seal, bound

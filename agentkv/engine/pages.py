@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from agentkv.engine.cache.layout import UnitLayout
-from agentkv.engine.core import GRANULE, SLOT, EngineConfig, Group, KVGroup, Slot, StateGroup, TableUpdate
+from agentkv.engine.core import GRANULE, SLOT, EngineConfig, Group, KVGroup, StateGroup
+from agentkv.engine.work import Slot, TableUpdate
 from agentkv.errors import BadModel, EngineFault
 from agentkv.kernels.move_slots import move_slots
 from agentkv.kernels.move_units import CHUNK_BYTES, move_units, unit_rows

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from agentkv.engine.core import Batch, EngineConfig, PageWork, RowWork, SealWork, Slot
+from agentkv.engine.core import Batch, EngineConfig, RowWork
 from agentkv.engine.devices import cpu_kernels
 from agentkv.engine.form import Form
 from agentkv.engine.forms import query_window, serve, widths
@@ -22,6 +22,7 @@ from agentkv.engine.sealed_pages import SealedUnits
 from agentkv.engine.sealing import PagedSealJob, prune, write_kept
 from agentkv.engine.sparse import SparseController, SparseMethod
 from agentkv.engine.step import Stage, Step
+from agentkv.engine.work import PageWork, SealWork, Slot
 from agentkv.errors import EngineFault
 
 _FEW_TOKENS = 16

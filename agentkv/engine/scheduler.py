@@ -12,12 +12,13 @@ from heapq import heapify, heappop, heappush
 from agentkv.engine.cache.intervals import edits_to_apply, normal_edits
 from agentkv.engine.cache.state import Change
 from agentkv.engine.cache.tiers import Warm
-from agentkv.engine.core import Batch, EngineConfig, RowWork, Sequence, Status, TableUpdate, Work
+from agentkv.engine.core import Batch, EngineConfig, RowWork, Sequence, Status
 from agentkv.engine.lookup import share
 from agentkv.engine.oracle import Cost, MemoryOracle
 from agentkv.engine.preempt import Tally, rivals, shed, tell_preempted, tell_resumed, victims
 from agentkv.engine.queue import WaitingQueue, shares
 from agentkv.engine.units import NOTHING, Units
+from agentkv.engine.work import TableUpdate, Work
 from agentkv.types import Miss
 
 

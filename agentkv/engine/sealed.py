@@ -6,9 +6,9 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from agentkv.engine.core import SealWork
 from agentkv.engine.sparse import ModelShape
 from agentkv.engine.view import Part
+from agentkv.engine.work import SealWork
 
 
 class SealedRows(Protocol):

@@ -9,13 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from agentkv.engine.core import GRANULE, SLOT, SealWork, StateGroup
+from agentkv.engine.core import GRANULE, SLOT, StateGroup
 from agentkv.engine.forms import Served
 from agentkv.engine.pages import KVPages
 from agentkv.engine.query_window import QueryWindow
 from agentkv.engine.sealed import Candidates
 from agentkv.engine.sealed_pages import SealedUnits
 from agentkv.engine.sparse import Kept
+from agentkv.engine.work import SealWork
 from agentkv.errors import EngineFault
 
 _CHUNK_BYTES = 64 << 20

@@ -117,3 +117,8 @@ class HeadTable:
     def rows(self) -> Tensor:
         """int64 `[num_rows]`: the lines of `entries` in order."""
         return torch.arange(len(self.lens), device=self.lens.device)
+
+    def by_row(self, page_size: int) -> RowTable:
+        """The same where heads share their pages and hold the same slots: those of the first head."""
+        lines = tuple(range(len(self.lens)))
+        return RowTable(self.entries, self.rows, self.lens[:, 0].contiguous(), lines, self.bounds, page_size)

@@ -7,9 +7,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor
 
+from agentkv.engine.selection import Selection, selected_pages, selected_slots
 from agentkv.engine.tables import HeadTable, RowTable
+from agentkv.kernels.low_rank_decode import LowRankPages
+from agentkv.kernels.quantized_pages import QuantizedPages
 
 if TYPE_CHECKING:
     from agentkv.engine.query_window import QueryRows
@@ -20,7 +24,8 @@ if TYPE_CHECKING:
 class PagedKV:
     """Keys and values in pages of one layer, in the model's dtype.
 
-    pages: `[num_granules, num_kv_heads, 2, page_size, head_dim]`; row g is the layer page that starts at granule g.
+    pages: `[num_granules, num_kv_heads, 2, page_size, head_dim]`; row g is the layer page that starts at granule g. Pages of
+    one head each are `[num_granules, 1, 2, page_size, head_dim]`, and their HeadTable has entries by head.
     """
 
     pages: Tensor
@@ -30,12 +35,18 @@ class PagedKV:
 class Part:
     """A payload and the rows of it that attention reads.
 
-    bias: added to the scaled score of each slot, `[num_rows, max_len]` float32, or None.
+    A RowTable in a view's last part holds the step's own tokens as its last slots. A HeadTable, and every table of an earlier
+    part, is seen whole by every query. Payloads that are not PagedKV hold as many slots in every head: a HeadTable's entries
+    are shared by heads there, and the first head's lens counts. bias: added to the scaled score of each slot, -inf hides it,
+    float32 `[num_rows, 1 or num_kv_heads, >= max_len]`, or None; not for the step's own tokens in prefill. positions: int64
+    `[num_rows, >= max_len]`, the logical position of each slot, where the payload turns keys as they are read (None: slot s is
+    at s).
     """
 
-    payload: PagedKV
+    payload: PagedKV | QuantizedPages | LowRankPages
     table: RowTable | HeadTable
     bias: Tensor | None = None
+    positions: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +59,6 @@ class AttentionView:
     def __post_init__(self) -> None:
         if not 1 <= len(self.parts) <= 3:
             raise ValueError(f"a view has one to three parts, not {len(self.parts)}")
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """Slots that attention may read, chosen without deleting the others.
-
-    slots: int32 `[num_rows, (num_kv_heads,) count]`, ascending, slots of each row's tail (pages of it where `pages`); what lies
-    behind `lens` is ignored. lens: int32 `[num_rows, (num_kv_heads)]`: slots, or pages.
-    """
-
-    slots: Tensor
-    lens: Tensor
-    pages: bool = False
 
 
 class RowMass(NamedTuple):
@@ -156,6 +154,11 @@ class DeviceBatch:
         return group.entries, group.offsets
 
     @cached_property
+    def owners(self) -> Tensor:
+        """int64 `[num_tokens]`: the row, counted in the batch, of each token."""
+        return torch.tensor([i for i, count in enumerate(self.counts) for _ in range(count)]).to(self.positions.device)
+
+    @cached_property
     def counts(self) -> tuple[int, ...]:
         """Tokens of each row."""
         return tuple(span.end - span.start for span in self.rows)
@@ -165,11 +168,21 @@ class DeviceBatch:
         return self.pages_of(layer)
 
     def part(self, layer: int, selection: Selection | None = None) -> Part:
-        """The rows' tails in the layer, or what is selected of them."""
-        payload, table = PagedKV(self.pages(layer)), self.table_of(layer)
-        if selection is not None:
-            raise NotImplementedError("a view of a selection")
-        return Part(payload, table)
+        """The rows' tails in the layer, or what is selected of them.
+
+        TypeError where a row of a selection has not exactly one query, so in every chunk of a prompt.
+        """
+        pages, table = self.pages(layer), self.table_of(layer)
+        if selection is None:
+            return Part(PagedKV(pages), table)
+        if self.prefill or any(count != 1 for count in self.counts):
+            raise TypeError(
+                "a selection is of decode rows with one token each: in prefill and beside guesses all slots are read"
+            )
+        if selection.pages:
+            return Part(PagedKV(pages), *selected_pages(selection, table, pages.shape[1], pages.shape[3]))
+        compact, heads, hiding = selected_slots(selection, table, pages)
+        return Part(PagedKV(compact), heads, hiding)
 
     def state(self, name: str) -> tuple[Tensor, GroupRows]:
         """Units of the method's state of that name, `[num_granules, *shape]` with the page's slots where SLOT stands, and the

@@ -12,10 +12,11 @@ import pickle
 from collections.abc import Iterable
 from typing import Any
 
-from agentkv.engine.core import GRANULE, Batch, Edit, EngineConfig, KVGroup, Request, RowWork, Slot
+from agentkv.engine.core import GRANULE, Batch, Edit, EngineConfig, KVGroup, Request, RowWork
 from agentkv.engine.form import Form
 from agentkv.engine.llm import LLM
 from agentkv.engine.units import Units
+from agentkv.engine.work import Slot
 from agentkv.types import Sampling
 
 Content = tuple[int, int, int]

@@ -16,11 +16,12 @@ from random_schemas import SchemaMaker
 
 from agentkv.constraint import Form
 from agentkv.engine import grammar as grammars
-from agentkv.engine.core import GRANULE, Batch, EngineConfig, KVGroup, Request, Sequence, Slot
+from agentkv.engine.core import GRANULE, Batch, EngineConfig, KVGroup, Request, Sequence
 from agentkv.engine.grammar import Grammar, GrammarCompiler
 from agentkv.engine.llm import LLM
 from agentkv.engine.sampler import sample
 from agentkv.engine.tokenizer import Tokenizer
+from agentkv.engine.work import Slot
 from agentkv.errors import BadRequest
 from agentkv.runtime_engine import model_path
 from agentkv.types import Sampling

@@ -16,8 +16,9 @@ from agentkv.engine.cache.radix import RadixCache
 from agentkv.engine.cache.reclaim import Goal
 from agentkv.engine.cache.state import KVState
 from agentkv.engine.cache.tiers import Warm, WarmTier
-from agentkv.engine.core import Edit, Request, SealWork, Sequence, Work, content_key
+from agentkv.engine.core import Edit, Request, Sequence, content_key
 from agentkv.engine.units import NOTHING, Units
+from agentkv.engine.work import SealWork, Work
 from agentkv.errors import BadRequest
 from agentkv.types import Interval
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 from agentkv.engine.cache.arena import ArenaFull
 from agentkv.engine.cache.extents import ExtentPool, Slice
 from agentkv.engine.cache.intervals import clip, merged, size, subtract
-from agentkv.engine.core import Copies, Moves, Slot, Work
 from agentkv.engine.windows import first_slots
+from agentkv.engine.work import Copies, Moves, Slot, Work
 from agentkv.types import Interval
 
 SPARE_SHARE = 16

@@ -17,9 +17,10 @@ from agentkv.engine.cache.arena import ArenaFull
 from agentkv.engine.cache.holding import Growth, Holding, Shift, append_run
 from agentkv.engine.cache.intervals import clip, merged, normal_edits, size, subtract
 from agentkv.engine.cache.pools import KVPools, Pieces
-from agentkv.engine.core import Edit, PageWork, Reach, SealWork, TailPages, Work
+from agentkv.engine.core import Edit, Reach
 from agentkv.engine.form import Form, Held, Seal
 from agentkv.engine.units import NOTHING, Units
+from agentkv.engine.work import PageWork, SealWork, TailPages, Work
 from agentkv.types import Interval
 
 
