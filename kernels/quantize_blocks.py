@@ -55,6 +55,11 @@ def quantize_channels(
     dtype, `exact`, as the paper's formula reads. Raises ValueError, see `check_blocks`.
     """
     check_blocks(tuple(k.shape), bits, group, -2)
+    if k.is_cuda and k.dtype != torch.float64:
+        from agentkv.kernels import quantize_blocks_triton as fused
+
+        if fused.serves(k.shape[-1], group):
+            return fused.quantize_channels(k, bits, group, dtype, against)
     grouped = torch.unflatten(_wide(k), -2, (-1, group))
     codes, scale, zero = _quantize(grouped, -2, bits, dtype, against)
     return Codes(pack(codes.flatten(-3, -2), bits), scale.squeeze(-2), zero.squeeze(-2))
@@ -63,6 +68,11 @@ def quantize_channels(
 def quantize_tokens(v: Tensor, bits: int, group: int, dtype: torch.dtype = torch.float16, against: Against = "stored") -> Codes:
     """Values, by token: each group is `group` channels in a row of one token. Otherwise as `quantize_channels`."""
     check_blocks(tuple(v.shape), bits, group, -1)
+    if v.is_cuda and v.dtype != torch.float64:
+        from agentkv.kernels import quantize_blocks_triton as fused
+
+        if fused.serves(v.shape[-1], group):
+            return fused.quantize_tokens(v, bits, group, dtype, against)
     grouped = torch.unflatten(_wide(v), -1, (-1, group))
     codes, scale, zero = _quantize(grouped, -1, bits, dtype, against)
     return Codes(pack(codes.flatten(-2, -1), bits), scale.squeeze(-1), zero.squeeze(-1))

@@ -23,6 +23,10 @@ class Fp8(NamedTuple):
 
 def quantize_fp8(x: Tensor, dtype: torch.dtype = torch.float32) -> Fp8:
     """Scale amax / 448 of each token and head, of `[..., head_dim]`. dtype: of the scale, as stored; codes are for that one."""
+    if x.is_cuda and x.dtype != torch.float64:
+        from agentkv.kernels import quantize_blocks_triton as fused
+
+        return fused.quantize_fp8(x, dtype)
     wide = _wide(x)
     scale = (wide.abs().amax(-1, keepdim=True) / LARGEST).to(dtype)
     return Fp8(_cast(wide, scale), scale)
