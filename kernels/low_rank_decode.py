@@ -17,8 +17,8 @@ from agentkv.kernels.running_softmax import RunningSoftmax, row_spans, row_tiles
 
 @dataclass(frozen=True, slots=True)
 class LowRankPages:
-    """One layer. k, v: latents before rotation `[num_granules, page_size, num_groups, rank]`, rows may overlap, ranks may differ;
-    KV heads are shared out to groups in order. k_factor, v_factor: `[num_kv_heads, rank, head_dim]`. k_bias, v_bias:
+    """One layer. k, v: latents before rotation `[num_granules, page_size, num_groups, rank]`, rows may overlap, ranks may
+    differ; KV heads are shared out to groups in order. k_factor, v_factor: `[num_kv_heads, rank, head_dim]`. k_bias, v_bias:
     `[num_kv_heads, head_dim]`, of projections that have one. k_norm: RMS norm of keys, `[num_kv_heads, head_dim]`, with eps.
     frequency: float32 `[rotated / 2]`, radians a position; channels past `rotated` are not turned.
     """
@@ -128,7 +128,7 @@ def absorb_values(payload: LowRankPages, latent: Tensor, lse: Tensor) -> Tensor:
     lse: `[num_tokens, num_heads]`; where it is -inf out is 0, whatever the bias.
     """
     heads = len(payload.v_factor)
-    by_head = latent.unflatten(1, (heads, -1))
+    by_head = torch.unflatten(latent, 1, (heads, -1))
     out = torch.einsum("thgr,hrd->thgd", by_head, payload.v_factor.to(latent.dtype))
     if payload.v_bias is not None:
         out = out + payload.v_bias.to(out.dtype).unsqueeze(1)

@@ -55,7 +55,12 @@ def quantize_channels(
     dtype, `exact`, as the paper's formula reads. Raises ValueError, see `check_blocks`.
     """
     check_blocks(tuple(k.shape), bits, group, -2)
-    grouped = _wide(k).unflatten(-2, (-1, group))
+    if k.is_cuda and k.dtype != torch.float64:
+        from agentkv.kernels import quantize_blocks_triton as fused
+
+        if fused.serves(k.shape[-1], group):
+            return fused.quantize_channels(k, bits, group, dtype, against)
+    grouped = torch.unflatten(_wide(k), -2, (-1, group))
     codes, scale, zero = _quantize(grouped, -2, bits, dtype, against)
     return Codes(pack(codes.flatten(-3, -2), bits), scale.squeeze(-2), zero.squeeze(-2))
 
@@ -63,7 +68,12 @@ def quantize_channels(
 def quantize_tokens(v: Tensor, bits: int, group: int, dtype: torch.dtype = torch.float16, against: Against = "stored") -> Codes:
     """Values, by token: each group is `group` channels in a row of one token. Otherwise as `quantize_channels`."""
     check_blocks(tuple(v.shape), bits, group, -1)
-    grouped = _wide(v).unflatten(-1, (-1, group))
+    if v.is_cuda and v.dtype != torch.float64:
+        from agentkv.kernels import quantize_blocks_triton as fused
+
+        if fused.serves(v.shape[-1], group):
+            return fused.quantize_tokens(v, bits, group, dtype, against)
+    grouped = torch.unflatten(_wide(v), -1, (-1, group))
     codes, scale, zero = _quantize(grouped, -1, bits, dtype, against)
     return Codes(pack(codes.flatten(-2, -1), bits), scale.squeeze(-1), zero.squeeze(-1))
 
@@ -72,21 +82,23 @@ def dequantize_channels(codes: Codes, bits: int, dtype: torch.dtype = torch.floa
     """Keys `[num_blocks, num_kv_heads, tokens, head_dim]`, code * scale + zero, rounded to dtype once."""
     groups = codes.scale.shape[-2]
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    levels = unpack(codes.packed, bits).unflatten(-2, (groups, -1)).to(wide)
-    return (levels * codes.scale.to(wide).unsqueeze(-2) + codes.zero.to(wide).unsqueeze(-2)).flatten(-3, -2).to(dtype)
+    levels = torch.unflatten(unpack(codes.packed, bits), -2, (groups, -1)).to(wide)
+    scale, zero = codes.scale.to(wide).unsqueeze(-2), codes.zero.to(wide).unsqueeze(-2)
+    return torch.addcmul(zero, levels, scale).flatten(-3, -2).to(dtype)
 
 
 def dequantize_tokens(codes: Codes, bits: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Values `[num_blocks, num_kv_heads, tokens, head_dim]`, code * scale + zero, rounded to dtype once."""
     groups = codes.scale.shape[-1]
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    levels = unpack(codes.packed, bits).unflatten(-1, (groups, -1)).to(wide)
-    return (levels * codes.scale.to(wide).unsqueeze(-1) + codes.zero.to(wide).unsqueeze(-1)).flatten(-2, -1).to(dtype)
+    levels = torch.unflatten(unpack(codes.packed, bits), -1, (groups, -1)).to(wide)
+    scale, zero = codes.scale.to(wide).unsqueeze(-1), codes.zero.to(wide).unsqueeze(-1)
+    return torch.addcmul(zero, levels, scale).flatten(-2, -1).to(dtype)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """uint8 `[..., head_dim * bits / 8]` of uint8 codes `[..., head_dim]` below 2**bits, in planes."""
-    planes = codes.unflatten(-1, (8 // bits, -1)).unbind(-2)
+    planes = torch.unflatten(codes, -1, (8 // bits, -1)).unbind(-2)
     packed = planes[0]
     for number, plane in enumerate(planes[1:], 1):
         packed = packed | plane << number * bits

@@ -111,9 +111,8 @@ class QuantizedPages:
 
     def __post_init__(self) -> None:
         if self.pages.dtype != torch.uint8 or self.pages.dim() != 2 or self.pages.shape[1] < self.layout.page_bytes:
-            raise ValueError(
-                f"pages are uint8 [num_granules, {self.layout.page_bytes} or more], not {self.pages.dtype} {tuple(self.pages.shape)}"
-            )
+            given = f"{self.pages.dtype} {tuple(self.pages.shape)}"
+            raise ValueError(f"pages are uint8 [num_granules, {self.layout.page_bytes} or more], not {given}")
 
     def fields(self) -> Fields:
         """Views of every page; writing through them writes the pages."""
@@ -123,11 +122,11 @@ class QuantizedPages:
 def split_pages(pages: Tensor, layout: PageLayout) -> Fields:
     """Views of pages uint8 `[num_pages, >= page_bytes]`."""
     heads, start = layout.num_kv_heads, layout.params_start
-    codes = pages[:, :start].unflatten(1, (heads, 2, layout.page_size, layout.code_bytes))
-    params = pages[:, start : layout.page_bytes].view(layout.dtype).unflatten(1, (heads, -1))
+    codes = torch.unflatten(pages[:, :start], 1, (heads, 2, layout.page_size, layout.code_bytes))
+    params = torch.unflatten(pages[:, start : layout.page_bytes].view(layout.dtype), 1, (heads, -1))
     shapes = [shape for shape in (layout.key_params, layout.value_params) for _ in range(1 if layout.fp8 else 2)]
-    parts = params.split([rows * columns for rows, columns in shapes], -1)
-    views = [part.unflatten(-1, shape) for part, shape in zip(parts, shapes, strict=True)]
+    parts = torch.split_with_sizes(params, [rows * columns for rows, columns in shapes], -1)
+    views = [torch.unflatten(part, -1, shape) for part, shape in zip(parts, shapes, strict=True)]
     if layout.fp8:
         return Fields(codes[:, :, 0], codes[:, :, 1], views[0], views[1], None, None)
     return Fields(codes[:, :, 0], codes[:, :, 1], views[0], views[2], views[1], views[3])
@@ -136,11 +135,18 @@ def split_pages(pages: Tensor, layout: PageLayout) -> Fields:
 def read_pages(payload: QuantizedPages, entries: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """K and V `[num_pages, num_kv_heads, page_size, head_dim]` of the pages at `entries`, int64 `[num_pages]` granules."""
     layout = payload.layout
-    fields = split_pages(payload.pages[entries], layout)
+    fields = split_pages(_gather(payload.pages, entries), layout)
     if fields.k_zero is None or fields.v_zero is None:
         return dequantize_fp8(Fp8(fields.k, fields.k_scale), dtype), dequantize_fp8(Fp8(fields.v, fields.v_scale), dtype)
     k = dequantize_channels(Codes(fields.k, fields.k_scale, fields.k_zero), layout.bits, dtype)
     return k, dequantize_tokens(Codes(fields.v, fields.v_scale, fields.v_zero), layout.bits, dtype)
+
+
+def _gather(pages: Tensor, entries: Tensor) -> Tensor:
+    """Pages uint8 `[num_pages, page_bytes]` at those granules, by words of 8 bytes where they are made of such."""
+    if any(size % 8 for size in (pages.shape[1], pages.stride(0), pages.storage_offset())):
+        return pages[entries]
+    return pages.view(torch.int64)[entries].view(torch.uint8)
 
 
 def gather_dequantised(
@@ -162,7 +168,7 @@ def store_keys(payload: QuantizedPages, entries: Tensor, groups: Tensor, k: Tens
     if fields.k_zero is None:
         raise ValueError("these pages hold e4m3 codes: store_fp8")
     codes = quantize_channels(k, layout.bits, layout.key_group, layout.dtype, against)
-    fields.k.unflatten(2, (-1, layout.key_group))[entries, :, groups] = codes.packed
+    torch.unflatten(fields.k, 2, (-1, layout.key_group))[entries, :, groups] = codes.packed
     fields.k_scale[entries, :, groups] = codes.scale.squeeze(2)
     fields.k_zero[entries, :, groups] = codes.zero.squeeze(2)
 

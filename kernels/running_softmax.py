@@ -64,7 +64,7 @@ class RunningSoftmax:
     def __init__(self, q: Tensor, num_kv_heads: int, value_dim: int) -> None:
         count, num_heads, _ = q.shape
         self.count, self.group = count, num_heads // num_kv_heads
-        self.q = q.unflatten(1, (num_kv_heads, self.group)).permute(1, 0, 2, 3).flatten(1, 2)
+        self.q = torch.unflatten(q, 1, (num_kv_heads, self.group)).permute(1, 0, 2, 3).flatten(1, 2)
         self.top = self.q.new_full((num_kv_heads, count * self.group, 1), -torch.inf)
         self.sums = torch.zeros_like(self.top)
         self.out = self.q.new_zeros(num_kv_heads, count * self.group, value_dim)
@@ -90,4 +90,5 @@ class RunningSoftmax:
         out = self.out / self.sums.masked_fill(self.sums == 0, 1)
         lse = (self.top + self.sums.log()).squeeze(-1)
         shape = (self.count, self.group)
-        return out.unflatten(1, shape).permute(1, 0, 2, 3).flatten(1, 2), lse.unflatten(1, shape).transpose(0, 1).flatten(1)
+        out = torch.unflatten(out, 1, shape).permute(1, 0, 2, 3).flatten(1, 2)
+        return out, torch.unflatten(lse, 1, shape).transpose(0, 1).flatten(1)

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # lets the tests of this folder 
 
 @pytest.fixture
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only where Triton is interpreted. This release takes loop bounds by int(array of one element), which numpy 2.4 refuses."""
+    """Only where Triton is interpreted. It takes loop bounds by int(array of one element), which numpy 2.4 refuses."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("run in a child, where Triton is interpreted")
     from triton.runtime import interpreter

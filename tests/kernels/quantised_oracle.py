@@ -7,7 +7,6 @@ import math
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def quantise_group(values: list[float], bits: int, stored: type | None) -> tuple[list[int], float, float]:
@@ -29,7 +28,7 @@ def e4m3(code: int) -> float:
 
 
 def read_slot(page: bytes, head: int, slot: int, shape: dict) -> tuple[list[float], list[float]]:
-    """K and V of one slot from the bytes of a page: `[kv head][K codes, V codes]`, `[kv head][K scales, zeros, V scales, zeros]`.
+    """K and V of a slot from a page's bytes: `[kv head][K codes, V codes]`, `[kv head][K scales, zeros, V scales, zeros]`.
 
     shape: heads, size, dim, bits, key_group, value_group (0 and 0: e4m3), number (numpy type of scales).
     """
@@ -60,7 +59,7 @@ def read_slot(page: bytes, head: int, slot: int, shape: dict) -> tuple[list[floa
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Token by token, head by head. q: `[count, num_heads, dim]`; k, v: `[num_kv_heads, length, dim]`; seen: `[count, length]`."""
+    """By token and head. q: `[count, num_heads, dim]`; k, v: `[num_kv_heads, length, dim]`; seen: `[count, length]`."""
     count, num_heads, _ = q.shape
     group = num_heads // len(k)
     out = torch.zeros(count, num_heads, v.shape[2], dtype=torch.float64)
@@ -79,14 +78,3 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor, bias:
                 for slot, score in scores.items():
                     out[token, head] += math.exp(score - top) / total * v[head // group, slot].double()
     return out, lse
-
-
-class NoHostReads(TorchDispatchMode):
-    """Raises on item, tolist, nonzero and bool of a tensor."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if any(
-            name in str(func) for name in ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal.default")
-        ):
-            raise AssertionError(f"{func} reads a tensor on the host")
-        return func(*args, **(kwargs or {}))

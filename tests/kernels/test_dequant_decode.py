@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from quantised_oracle import NoHostReads, attention, read_slot
+from devices import NoWaiting
+from quantised_oracle import attention, read_slot
 from quantised_pool import Pool, make_pool, shape_of
 
 from agentkv.kernels.dequant_decode import dequant_decode
@@ -24,6 +25,7 @@ LAYOUTS = [
     PageLayout(2, 4, 12, bits=8, key_group=2, value_group=12),
     PageLayout(2, 16, 16),
     PageLayout(3, 4, 8, dtype=torch.float32),
+    PageLayout(1, 1, 4),  # 12 bytes: not made of words
 ]
 
 
@@ -176,7 +178,7 @@ def test_nothing_is_read_on_the_host(layout: PageLayout) -> None:
     bias, starts = torch.zeros(2, 9), torch.zeros(3, dtype=torch.int32)
     places = pool.table[pool.rows, 0].long(), torch.zeros(2, dtype=torch.int64)
     token = torch.randn(2, layout.num_kv_heads, layout.head_dim)
-    with NoHostReads():
+    with NoWaiting():
         dequant_decode(q, pool.payload, pool.table, pool.rows, pool.lens, 1.0, counts=(2, 1), starts=starts, bias=bias)
         gather_dequantised(pool.payload, pool.table[2], 9)
         if layout.fp8:

@@ -7,7 +7,8 @@ import math
 
 import pytest
 import torch
-from quantised_oracle import NoHostReads, attention
+from devices import NoWaiting
+from quantised_oracle import attention
 from torch import Tensor
 
 from agentkv.kernels.low_rank_decode import LowRankPages, gather_low_rank, low_rank_bytes_per_token, low_rank_decode
@@ -134,15 +135,7 @@ def test_bytes_refusals_and_no_host_reads() -> None:
     ):
         with pytest.raises(ValueError, match=r"groups|rank|frequencies"):
             dataclasses.replace(given, **change)
-    with NoHostReads():
-        low_rank_decode(
-            noise(4, HEADS, DIM, seed=1),
-            given,
-            TABLE,
-            ROWS,
-            torch.tensor(LENS),
-            1.0,
-            positions=POSITIONS,
-            bias=torch.zeros(4, 9),
-        )
+    q = noise(4, HEADS, DIM, seed=1)
+    with NoWaiting():
+        low_rank_decode(q, given, TABLE, ROWS, torch.tensor(LENS), 1.0, positions=POSITIONS, bias=torch.zeros(4, 9))
         gather_low_rank(given, TABLE[1], 9)

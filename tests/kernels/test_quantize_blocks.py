@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from quantised_oracle import NoHostReads, quantise_group
+from devices import NoWaiting
+from quantised_oracle import quantise_group
 
 from agentkv.kernels.quantize_blocks import (
     Codes,
@@ -152,7 +153,7 @@ def test_blocks_that_cannot_be_quantised_are_refused() -> None:
 
 def test_nothing_is_read_on_the_host() -> None:
     x = noise(1, 1, 8, 8, dtype=torch.float32)
-    with NoHostReads():
+    with NoWaiting():
         for quantize, dequantize in ((quantize_channels, dequantize_channels), (quantize_tokens, dequantize_tokens)):
             codes = quantize(x, 4, 4)
             dequantize(Codes(*codes), 4)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from quantised_oracle import NoHostReads, e4m3
+from devices import NoWaiting
+from quantised_oracle import e4m3
 
 from agentkv.kernels.quantize_fp8 import dequantize_fp8, fp8_bytes_per_token, quantize_fp8, quantize_fp8_static
 
@@ -71,7 +72,7 @@ def test_bytes_and_no_host_reads() -> None:
     assert fp8_bytes_per_token(128) == 264
     assert fp8_bytes_per_token(128, torch.float16) == 260
     x = torch.randn(3, 2, 128)
-    with NoHostReads():
+    with NoWaiting():
         coded = quantize_fp8(x)
         dequantize_fp8(coded)
         quantize_fp8_static(x, torch.ones(2))
