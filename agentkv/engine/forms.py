@@ -178,7 +178,7 @@ def _sealing(
         if not (held.floor <= keep.floor <= held.tokens and keep.slots >= 0):
             raise EngineFault(f"{method.fingerprint} keeps {keep} of {held}: the floor lies outside what is held")
         made = units(keep)
-        return Seal(keep.floor, keep.slots, made, keeps(held, made) if keep.appends else ())
+        return Seal(keep.floor, keep.slots, made, keeps(held, made) if keep.appends else (0,) * len(made))
 
     def bound(prompt: int, tokens: int) -> Bound:
         most = method.most(prompt, tokens)
