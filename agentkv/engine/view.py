@@ -19,22 +19,6 @@ if TYPE_CHECKING:
     from agentkv.engine.query_window import QueryRows
     from agentkv.engine.sealed import SealedRows
 
-__all__ = [
-    "AttentionView",
-    "DeviceBatch",
-    "GroupRows",
-    "HeadTable",
-    "LowRankPages",
-    "PageFill",
-    "PagedKV",
-    "Part",
-    "QuantizedPages",
-    "RowMass",
-    "RowSpan",
-    "RowTable",
-    "Selection",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:

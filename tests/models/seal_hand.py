@@ -10,12 +10,13 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from agentkv.engine.core import GRANULE, WHOLE, Batch, EngineConfig, Reach, RowWork, SealWork, TableUpdate, TailPages
+from agentkv.engine.core import GRANULE, WHOLE, Batch, EngineConfig, Reach, RowWork
 from agentkv.engine.form import Held
 from agentkv.engine.loader import LoadedModel
 from agentkv.engine.runner import ModelRunner
 from agentkv.engine.sealed import SealJob
 from agentkv.engine.sparse import Keep, Kept, Most, Needs, SparseMethod
+from agentkv.engine.work import SealWork, TableUpdate, TailPages
 from agentkv.types import Sampling
 
 LAYERS, HEADS, RECENT = 3, 2, 3

@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from agentkv import methods
-from agentkv.engine.core import SLOT, Batch, PageWork
+from agentkv.engine.core import SLOT, Batch
 from agentkv.engine.form import Held, Seal
 from agentkv.engine.sealed import SealJob
 from agentkv.engine.sparse import Keep, Kept, ModelShape, SparseMethod, StateSpec
 from agentkv.engine.view import DeviceBatch, PageFill, Selection
+from agentkv.engine.work import PageWork
 from agentkv.errors import EngineFault
 
 PROMPT = [(7 * i + 3) % 97 for i in range(45)]
@@ -435,7 +436,7 @@ def test_the_newest_queries_of_the_prompt_are_kept_for_its_seal(loaded: Any, win
         for layer in range(LAYERS):
             assert torch.equal(method.seen[-1][layer], torch.stack(method.queries[row, layer][-window:]))
     hand.logits({0: [4]}, step=1)
-    hand.seal(0, prompt_end=False)
+    hand.seal(0)
     assert method.seen[-1][0].shape == (0, 6, 12)
     hand.logits({1: MORE[:3]})
     hand.seal(1)
