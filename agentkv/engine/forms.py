@@ -72,12 +72,13 @@ def serve(
 
 def widths(groups: Sequence[Group], forms: Sequence[Form], config: EngineConfig) -> dict[int, int]:
     """Pages of a row by group, where they are not those of a window's tokens: sealed parts have their bound, and behind a
-    prompt there is room for a run of what is forwarded to be looked at."""
+    prompt there is room for what is forwarded to be looked at."""
     found: dict[int, int] = {}
     for form in forms:
         if form.bound is not None:
-            found.update(zip(form.sealed, form.bound(config.window, config.window).units, strict=True))
-        if form.replay is not None:
+            long, short = (form.bound(prompt, config.window).units for prompt in (config.window, 1))
+            found.update((index, max(pair)) for index, *pair in zip(form.sealed, long, short, strict=True))
+        if form.replay_most:
             more = config.window + form.replay_most
             found.update({index: -(-more // groups[index].page_size) for index in form.groups})
     return {index: max(1, width) for index, width in found.items()}
@@ -118,10 +119,10 @@ def _serve(
         reuse=method.reuse,
         fingerprint=method.fingerprint + (f" read by {reader.fingerprint}" if reader not in (None, method) else ""),
         truncates=method.truncates and not mutable,
-        seal=seal,
-        bound=bound,
         paged=bool(page_states),
         shrinks=method.seals_into == "stripe",
+        seal=seal,
+        bound=bound,
         replay=method.replay if method.replay_most else None,
         replay_most=method.replay_most,
     )
@@ -177,7 +178,7 @@ def _sealing(
         if not (held.floor <= keep.floor <= held.tokens and keep.slots >= 0):
             raise EngineFault(f"{method.fingerprint} keeps {keep} of {held}: the floor lies outside what is held")
         made = units(keep)
-        return Seal(keep.floor, keep.slots, made, keeps(held, made) if keep.appends else ())
+        return Seal(keep.floor, keep.slots, made, keeps(held, made) if keep.appends else (0,) * len(made))
 
     def bound(prompt: int, tokens: int) -> Bound:
         most = method.most(prompt, tokens)

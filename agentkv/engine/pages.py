@@ -165,6 +165,8 @@ def _write(table: Tensor, updates: Sequence[TableUpdate]) -> None:
             raise EngineFault(f"row {row}, pages {first} to {first + len(units)} are outside a table of {rows} x {width}")
         for page, unit in enumerate(units, start=first):
             entries[row, page] = unit
+    if not entries:
+        return
     packed = torch.tensor([(*place, unit) for place, unit in entries.items()], dtype=torch.int64)
     row_ids, pages, values = packed.to(table.device).unbind(1)
     table[row_ids, pages] = values.to(torch.int32)

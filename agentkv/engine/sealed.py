@@ -30,7 +30,8 @@ class SealedRows(Protocol):
         ...
 
     def state(self, name: str) -> tuple[Tensor, Tensor]:
-        """Units of a sealed state `[num_granules, *shape]`, and each row's units int64 `[num_rows, max_units]`."""
+        """Units of a sealed state `[num_granules, *shape]`, and each row's units int64 `[num_rows, max_units]`; anything behind
+        those that the row has."""
         ...
 
 

@@ -224,7 +224,7 @@ def write_kept(pages: KVPages, served: Served, units: SealedUnits, job: PagedSea
     counts = kept.counts.clamp(0, slots).to(torch.int32)
     place = torch.arange(slots, device=counts.device)
     indices = torch.where(place < counts.unsqueeze(2), kept.indices[..., :slots], 0)
-    keeps = work.seal.keeps if work.seal is not None and work.seal.keeps else (0,) * len(work.new)
+    keeps = (0,) * len(work.new) if work.seal is None else work.seal.keeps
     new = pages.send(work.new[0])
     _write_pages(pages, units, job, _cells(units, counts, new, keeps[0]), indices.flatten(0, 1))
     units.lens[work.new[1][0]] = counts

@@ -92,7 +92,8 @@ class Needs:
 class Keep:
     """What a seal is to leave, known on the host. floor: logical position from which tokens stay in the tail; slots: most slots
     of the sealed part in a layer and head. total: most slots of all layers and heads together, where heads have pages of
-    their own (0: slots in each). appends: what is sealed already stays as it is, in front."""
+    their own (0: slots in each). appends: what is sealed already stays as it is, in front: only for a method that keeps the
+    same number of slots, `slots`, in every layer and head."""
 
     floor: int
     slots: int

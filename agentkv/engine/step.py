@@ -159,7 +159,7 @@ class _Part:
         """By row the first slot that each token sees; () where all rows see all that the group holds."""
         window = self.stage.pages.groups[index].window
         reaches = [work.reaches[index] if work.reaches else None for work in self.works]
-        if window is None and not any(reaches):
+        if window is None and not any(reach is not None and any(reach.first) for reach in reaches):
             return ()
         starts = []
         for work, reach in zip(self.works, reaches, strict=True):
