@@ -8,13 +8,14 @@ ifeq ($(CPU),yes)
 PIP    += -c constraints/cpu.txt
 endif
 
-.PHONY: help demo test lint test-slow test-gpu models peers figures wheel-check clean
+.PHONY: help demo test lint test-slow test-gpu models peers oracles figures wheel-check clean
 help:
 	@echo "make demo       set up .venv and watch an agent session, end to end"
 	@echo "make test       lint, types and the test suite"
 	@echo "make test-slow  the long tests and the must-show checks (minutes)"
 	@echo "make models     fetch the real small models that optional tests use into .models/ (about 340 MB)"
 	@echo "make peers      install vLLM for the CPU into .peers/ (3.5 GB), which bench engine can measure beside us"
+	@echo "make oracles    install kvpress for the CPU into .oracles/ (1.4 GB), which slow tests compare our eviction methods with"
 	@echo "make figures    import time, cost of a tool result with 10,000 spans"
 	@echo "make wheel-check  build a wheel, install it in a fresh environment, run the demo from an empty folder"
 
@@ -47,6 +48,18 @@ peers: .peers/vllm/.ready
 	.peers/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	info="$$(.peers/vllm/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm-0.32.0+cpu.dist-info" && \
 	  mkdir -p "$$info" && printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' >"$$info/METADATA"
+	@touch $@
+
+# kvpress in an environment of its own: it wants an older transformers than ours. The CPU torch first, as in .core below.
+oracles: .oracles/kvpress/.ready
+.oracles/kvpress/.ready: constraints/cpu.txt
+	$(PYTHON) -m venv .oracles/kvpress
+	.oracles/kvpress/bin/python -m pip install --quiet --disable-pip-version-check -c constraints/cpu.txt torch
+	.oracles/kvpress/bin/python -m pip install --quiet --disable-pip-version-check -c constraints/cpu.txt \
+	  kvpress==0.5.5 transformers==5.2.0
+	@.oracles/kvpress/bin/python -m pip list --disable-pip-version-check 2>/dev/null | grep -i '^nvidia' && { \
+	  echo "A CUDA build of torch arrived; the oracle runs on the CPU. Point pip at an index with the CPU build (PIP_INDEX_URL)"; \
+	  exit 1; } || true
 	@touch $@
 
 figures: $(VENV)/.dev

@@ -109,9 +109,10 @@ def _plan_kernel(
 
 @triton.jit(do_not_specialize=["num_lines"])
 def _piece_kernel(
-    q_ptr, pages_ptr, table_ptr, lens_ptr, ends_ptr, pieces_ptr, part_ptr, part_lse_ptr,
-    scale, num_lines, q_token_stride, q_head_stride, page_stride, head_stride, row_stride, table_head_stride,
+    q_ptr, pages_ptr, table_ptr, bias_ptr, lens_ptr, ends_ptr, pieces_ptr, part_ptr, part_lse_ptr,
+    scale, num_lines, q_token_stride, q_head_stride, page_stride, head_stride, row_stride, table_head_stride, bias_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, MEMBERS_PAD: tl.constexpr, PER_HEAD: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     PAGE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -147,12 +148,15 @@ def _piece_kernel(
             live_kv = live[:, None] & (dim[None, :] < DIM)
             k = tl.load(pages_ptr + offset, mask=live_kv, other=0.0)
             score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+            if HAS_BIAS:
+                bias = bias_ptr + (row * HEADS + head).to(tl.int64) * bias_stride + token
+                score += tl.load(bias, mask=live, other=0.0)[None, :] * 1.4426950408889634
             seen = live[None, :]
             if QUERIES > 1:
                 seen = seen & (token[None, :] <= last[:, None])
             score = tl.where(seen, score, float("-inf"))
             new_top = tl.maximum(top, tl.max(score, 1))
-            if QUERIES > 1:
+            if QUERIES > 1 or HAS_BIAS:
                 new_top = tl.maximum(new_top, -1e30)  # a member may see nothing of a block
             weight = tl.exp2(score - new_top[:, None])
             shrink = tl.exp2(top - new_top)
@@ -190,13 +194,15 @@ def _merge_kernel(
     place = item.to(tl.int64) * MEMBERS + member
     lse = tl.load(part_lse_ptr + place, mask=live, other=float("-inf"))
     part = tl.load(part_ptr + place[:, None] * DIM + dim[None, :], mask=live[:, None] & (dim[None, :] < DIM), other=0.0)
-    top = tl.max(lse, 0)
+    top = tl.maximum(tl.max(lse, 0), -1e30)  # a line may hold nothing
     weight = tl.exp2(lse - top)
     sums = tl.sum(weight, 0)
-    out = tl.sum(part * weight[:, None], 0) / sums
+    sums_safe = tl.where(sums > 0, sums, 1.0)
+    out = tl.sum(part * weight[:, None], 0) / sums_safe
     line_out = token.to(tl.int64) * (HEADS * GROUP) + head
     tl.store(out_ptr + line_out * DIM + dim, out, mask=dim < DIM)
-    tl.store(lse_ptr + line_out, (top + tl.log2(sums)) * 0.6931471805599453, mask=share == 0)
+    total = tl.where(sums > 0, (top + tl.log2(sums_safe)) * 0.6931471805599453, float("-inf"))
+    tl.store(lse_ptr + line_out, total, mask=share == 0)
 
 
 class Tuning(NamedTuple):
@@ -213,14 +219,23 @@ def tuning(members: int) -> Tuning:
 
 
 def paged_decode(
-    q: Tensor, pages: Tensor, table: Tensor, plan: DecodePlan, scale: float, *, queries: int = 1, tuned: Tuning | None = None
+    q: Tensor,
+    pages: Tensor,
+    table: Tensor,
+    plan: DecodePlan,
+    scale: float,
+    *,
+    queries: int = 1,
+    bias: Tensor | None = None,
+    tuned: Tuning | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of `queries` tokens a row over the slots that the plan names; the row's last slots are theirs.
 
     q: `[num_rows * queries, num_heads, head_dim]`, half precision or float32, last dim contiguous. pages: one layer's view
     `[num_granules, num_kv_heads, 2, page_size, head_dim]`. table: int32 `[max_rows, max_pages]`, or `[max_rows,
-    num_kv_heads, max_pages]` where every head has pages of its own.
-    Returns out like q and lse `[num_tokens, num_heads]`, natural, float32.
+    num_kv_heads, max_pages]` where every head has pages of its own. bias: float32 `[num_rows, num_kv_heads, max_len]`,
+    contiguous, added to the scaled scores.
+    Returns out like q and lse `[num_tokens, num_heads]`, natural, float32; 0 and -inf for a line that holds nothing.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, page_size = pages.shape[1], pages.shape[3]
@@ -235,9 +250,10 @@ def paged_decode(
     lse = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=q.device)
     shared = {"HEADS": num_kv_heads, "GROUP": group, "QUERIES": queries, "PER_HEAD": plan.per_head, "DIM": head_dim}
     _piece_kernel[(plan.programs,)](
-        q, pages, table, plan.lens, plan.ends, plan.pieces, parts, part_lse,
+        q, pages, table, q if bias is None else bias, plan.lens, plan.ends, plan.pieces, parts, part_lse,
         scale * 1.4426950408889634, plan.ends.numel(), q.stride(0), q.stride(1), pages.stride(0), pages.stride(1),
-        table.stride(0), table.stride(1) if table.dim() == 3 else 0,
+        table.stride(0), table.stride(1) if table.dim() == 3 else 0, 0 if bias is None else bias.stride(1),
+        HAS_BIAS=bias is not None,
         MEMBERS_PAD=max(16, triton.next_power_of_2(group * queries)), PAGE=page_size, DIM_PAD=dim_pad, BLOCK=tuned.block,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", NUM_STAGES=tuned.stages, num_warps=tuned.warps, **shared,
     )  # fmt: skip

@@ -86,7 +86,7 @@ class Player:
         stacked = rotate(q, cos, sin).reshape(rows, c.kv_heads, repeat * width, c.head_dim)
         keys, values = self.keys[i, :, :, :reach], self.values[i, :, :, :reach]
         out = F.scaled_dot_product_attention(stacked, keys, values, seen.repeat(1, 1, repeat, 1))
-        out = out.view(rows, c.heads, width, c.head_dim)
+        out = out.reshape(rows, c.heads, width, c.head_dim)  # on a GPU the output may be laid out otherwise
         x = x + attention.o_proj(out.transpose(1, 2).reshape(rows, width, -1))
         result: Tensor = x + layer.mlp(layer.post_attention_layernorm(x))
         return result

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from devices import numpy_scalars
 
 from agentkv.kernels import reference
 
@@ -44,19 +45,6 @@ LARGE = [
     Case(((9000, 33, 1, 700), (5, 2048, 2049, 64)), 16, 16, 4, 128),
     Case((5000, 333, 700), 16, 4, 1, 256, firsts=(4489, 0, 189)),
 ]
-
-
-def numpy_scalars(patch: pytest.MonkeyPatch) -> None:
-    """This release's interpreter takes loop bounds by int(array of one element), which numpy 2.4 refuses."""
-    from triton.runtime import interpreter
-
-    original = interpreter._patch_lang_tensor
-
-    def patched(tensor: type, scope: object) -> None:
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))  # type: ignore[attr-defined]
-
-    patch.setattr(interpreter, "_patch_lang_tensor", patched)
 
 
 def check(device: str, dtype: torch.dtype, tolerance: float, case: Case) -> None:

@@ -1,0 +1,27 @@
+"""Elementwise bounds of the keys of pages (arXiv 2406.10774)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def page_bounds(pages: Tensor, entries: Tensor, bounds: Tensor, targets: Tensor, counts: Tensor | None = None) -> None:
+    """Write the least and the greatest value of each key channel of each page.
+
+    pages: `[num_granules, num_kv_heads, 2, page_size, head_dim]` (see store_kv); a view of head pages has one head. entries:
+    int64 `[num_pages]`, granules. bounds: `[num_bounds, num_kv_heads, 2, head_dim]` in pages' dtype, minimum then maximum,
+    last dim contiguous; page i goes to bounds[targets[i]], targets int64 `[num_pages]`, all different. counts: int32
+    `[num_pages]`, slots from a page's start that hold keys, at least 1; None where pages are whole.
+    """
+    if pages.is_cuda and pages.dtype != torch.float64:
+        from agentkv.kernels.page_bounds_triton import write_bounds
+
+        write_bounds(pages, entries, bounds, targets, counts)
+        return
+    keys = pages[entries, :, 0]
+    low = high = keys
+    if counts is not None:
+        empty = (torch.arange(keys.shape[2], device=keys.device) >= counts.unsqueeze(1))[:, None, :, None]
+        low, high = keys.masked_fill(empty, torch.inf), keys.masked_fill(empty, -torch.inf)
+    bounds[targets] = torch.stack((low.amin(2), high.amax(2)), 2)

@@ -1,0 +1,6 @@
+"""The helper of this folder's tests."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # lets them import it by name
