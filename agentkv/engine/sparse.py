@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from agentkv.engine.attention import Attended, attend
+from agentkv.engine.attention import attend
 from agentkv.engine.core import SLOT, WHOLE, StateGroup
 from agentkv.engine.form import Held
+from agentkv.engine.received import received
 from agentkv.engine.view import AttentionView, DeviceBatch, PageFill, RowMass, Selection
 from agentkv.errors import BadRequest
 from agentkv.kernels.store_kv import store_kv
@@ -302,9 +303,13 @@ class Lifecycle:
         self, layer: int, q: Tensor, q_raw: Tensor, scale: float, method: SparseMethod, reader: SparseMethod, batch: DeviceBatch
     ) -> Tensor:
         selection = reader.select(layer, q, q_raw, batch)
-        done: Attended = attend(q, reader.view(layer, selection, batch), batch, scale)
+        if selection is not None and batch.prefill:
+            raise TypeError(f"{type(reader).__name__} selects in prefill, where every slot is read: return None there")
+        view, needs = reader.view(layer, selection, batch), method.needs
+        done = attend(q, view, batch, scale, lse=needs.lse or needs.mass)
+        mass = received(q, view, batch, scale, done.lse) if needs.mass and done.lse is not None else None
         out = method.finish(layer, done.out, batch)
-        method.on_attention_end(layer, q, out, done.lse, done.mass, batch)
+        method.on_attention_end(layer, q, out, done.lse, mass, batch)
         return out
 
     def layer_end(self, layer: int, hidden: Tensor) -> None:

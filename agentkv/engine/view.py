@@ -3,117 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from agentkv.kernels.chunk_attention import token_slots
-from agentkv.kernels.decode_attention import RowPages, plan_row
+from agentkv.engine.selection import Selection as Selection
+from agentkv.engine.selection import selected_pages, selected_slots
+from agentkv.engine.tables import HeadTable as HeadTable
+from agentkv.engine.tables import RowTable as RowTable
+from agentkv.kernels.low_rank_decode import LowRankPages
+from agentkv.kernels.quantized_pages import QuantizedPages
 
 if TYPE_CHECKING:
     from agentkv.engine.sealed import SealedRows
-    from agentkv.kernels.paged_decode import DecodePlan
 
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
     """Keys and values in pages of one layer, in the model's dtype.
 
-    pages: `[num_granules, num_kv_heads, 2, page_size, head_dim]`; row g is the layer page that starts at granule g.
+    pages: `[num_granules, num_kv_heads, 2, page_size, head_dim]`; row g is the layer page that starts at granule g. Pages of
+    one head each are `[num_granules, 1, 2, page_size, head_dim]`, and their HeadTable has entries by head.
     """
 
     pages: Tensor
-
-
-@dataclass(frozen=True)
-class RowTable:
-    """Which pages a batch's rows read, and how much of them. Built once a step, read by every layer.
-
-    entries: int32 `[max_rows, max_pages]` on the device, granules. rows: int64 `[num_rows]`, lines of `entries`.
-    lens: int32 `[num_rows]` on the device, slots held, the step's own tokens included. host_rows, host_lens: the same on
-    the host (a method that knows its kept counts only on the device gives upper bounds). starts: int32 `[num_tokens]` on the
-    device, the first slot that each of the batch's tokens sees, None where each sees all; host_starts: the same on the host, by
-    row. Slots before a row's first start are never read.
-    """
-
-    entries: Tensor
-    rows: Tensor
-    lens: Tensor
-    host_rows: tuple[int, ...]
-    host_lens: tuple[int, ...]
-    page_size: int
-    starts: Tensor | None = None
-    host_starts: tuple[tuple[int, ...], ...] = ()
-
-    @property
-    def first_slots(self) -> tuple[int, ...]:
-        """First slot that is read of each row."""
-        return tuple(each[0] for each in self.host_starts) or (0,) * len(self.host_rows)
-
-    def by_query(self, counts: tuple[int, ...]) -> RowTable:
-        """The table with a line for each token: counts[i] tokens of row i are its last slots, and each ends its own line."""
-        if all(count == 1 for count in counts):
-            return self
-        if counts not in self._by_query:
-            behind = [count - 1 - i for count in counts for i in range(count)]
-            packed = torch.tensor([*counts, *behind]).to(self.rows.device)
-            repeats, back = torch.split(packed, [len(counts), len(behind)])
-            owner = [index for index, count in enumerate(counts) for _ in range(count)]
-            self._by_query[counts] = replace(
-                self,
-                rows=self.rows.repeat_interleave(repeats),
-                lens=self.lens.repeat_interleave(repeats) - back.to(torch.int32),
-                host_rows=tuple(self.host_rows[index] for index in owner),
-                host_lens=tuple(self.host_lens[index] - less for index, less in zip(owner, behind, strict=True)),
-                host_starts=tuple((start,) for starts in self.host_starts for start in starts),
-            )
-        return self._by_query[counts]
-
-    @cached_property
-    def _by_query(self) -> dict[tuple[int, ...], RowTable]:
-        return {}
-
-    @cached_property
-    def work(self) -> DecodePlan:
-        """Pieces of the rows for decode on a GPU, where each row has one token."""
-        from agentkv.kernels.paged_decode import bound_pieces, plan_decode
-
-        seen = sum(self.host_lens) - sum(self.first_slots)
-        return plan_decode(self.lens, self.rows, bound_pieces(len(self.host_lens), seen), self.starts)
-
-    @cached_property
-    def decode_plan(self) -> tuple[RowPages, ...]:
-        """Pages of each row for decode on the CPU."""
-        rows = zip(self.host_rows, self.host_lens, self.first_slots, strict=True)
-        return tuple(plan_row(self.entries[row], length, self.page_size, first) for row, length, first in rows)
-
-    @cached_property
-    def chunk_plan(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        """(entries, offsets) int64 `[kv_len - first slot]` of each row's slots, for chunked prefill."""
-        rows = zip(self.host_rows, self.host_lens, self.first_slots, strict=True)
-        return tuple(token_slots(self.entries[row], length, self.page_size, first) for row, length, first in rows)
-
-    @cached_property
-    def chunk_starts(self) -> tuple[list[int] | None, ...]:
-        """For each row the first slot that each of its tokens sees, counted from the first of its `chunk_plan`; None: all."""
-        if self.starts is None:
-            return (None,) * len(self.host_rows)
-        return tuple([each - starts[0] for each in starts] for starts in self.host_starts)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
     """A payload and the rows of it that attention reads.
 
-    bias: added to the scaled score of each slot, `[num_rows, max_len]` float32, or None.
+    A RowTable in a view's last part holds the step's own tokens as its last slots. A HeadTable, and every table of an earlier
+    part, is seen whole by every query. Payloads that are not PagedKV hold as many slots in every head: a HeadTable's entries
+    are shared by heads there, and the first head's lens counts. bias: added to the scaled score of each slot, -inf hides it,
+    float32 `[num_rows, 1 or num_kv_heads, >= max_len]`, or None; not for the step's own tokens in prefill. positions: int64
+    `[num_rows, >= max_len]`, the logical position of each slot, where the payload turns keys as they are read (None: slot s is
+    at s).
     """
 
-    payload: PagedKV
-    table: RowTable
+    payload: PagedKV | QuantizedPages | LowRankPages
+    table: RowTable | HeadTable
     bias: Tensor | None = None
+    positions: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,19 +60,6 @@ class AttentionView:
     def __post_init__(self) -> None:
         if not 1 <= len(self.parts) <= 3:
             raise ValueError(f"a view has one to three parts, not {len(self.parts)}")
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """Slots that attention may read, chosen without deleting the others.
-
-    slots: int32 `[num_rows, (num_kv_heads,) count]`, ascending, slots of each row's tail (pages of it where `pages`); what lies
-    behind `lens` is ignored. lens: int32 `[num_rows, (num_kv_heads)]`: slots, or pages.
-    """
-
-    slots: Tensor
-    lens: Tensor
-    pages: bool = False
 
 
 class RowMass(NamedTuple):
@@ -231,6 +152,11 @@ class DeviceBatch:
         return group.entries, group.offsets
 
     @cached_property
+    def owners(self) -> Tensor:
+        """int64 `[num_tokens]`: the row, counted in the batch, of each token."""
+        return torch.tensor([i for i, count in enumerate(self.counts) for _ in range(count)]).to(self.positions.device)
+
+    @cached_property
     def counts(self) -> tuple[int, ...]:
         """Tokens of each row."""
         return tuple(span.end - span.start for span in self.rows)
@@ -240,11 +166,21 @@ class DeviceBatch:
         return self.pages_of(layer)
 
     def part(self, layer: int, selection: Selection | None = None) -> Part:
-        """The rows' tails in the layer, or what is selected of them."""
-        payload, table = PagedKV(self.pages(layer)), self.table_of(layer)
-        if selection is not None:
-            raise NotImplementedError("a view of a selection")
-        return Part(payload, table)
+        """The rows' tails in the layer, or what is selected of them.
+
+        TypeError where a row of a selection has not exactly one query, so in every chunk of a prompt.
+        """
+        pages, table = self.pages(layer), self.table_of(layer)
+        if selection is None:
+            return Part(PagedKV(pages), table)
+        if self.prefill or any(count != 1 for count in self.counts):
+            raise TypeError(
+                "a selection is of decode rows with one token each: in prefill and beside guesses all slots are read"
+            )
+        if selection.pages:
+            return Part(PagedKV(pages), *selected_pages(selection, table, pages.shape[1], pages.shape[3]))
+        compact, heads, hiding = selected_slots(selection, table, pages)
+        return Part(PagedKV(compact), heads, hiding)
 
     def state(self, name: str) -> tuple[Tensor, GroupRows]:
         """Units of the method's state of that name, `[num_granules, *shape]` with the page's slots where SLOT stands, and the
