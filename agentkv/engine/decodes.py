@@ -54,14 +54,15 @@ def attend_heads(q: Tensor, part: Part, table: HeadTable, batch: DeviceBatch, sc
 def _attend_biased(
     q: Tensor, part: Part, pages: Tensor, lines: RowTable, batch: DeviceBatch, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Slots before a line's first are hidden by the bias too. lines: one for each query."""
-    num_kv_heads, most = pages.shape[1], max(lines.host_lens)
-    bias = _by_query(_bias(part, num_kv_heads, most), batch)
+    """Pages before a line's first visible slot are left out, slots before it in its page are hidden. lines: one a query."""
+    table, _ = lines.visible(pages.shape[1])
+    bias = _by_query(_bias(part, pages.shape[1], max(lines.host_lens)), batch)
     if bias is not None and lines.starts is not None:
-        slots = torch.arange(bias.shape[2], device=bias.device)
-        bias = bias.masked_fill(slots < lines.starts[:, None, None], -torch.inf)
-    lens = lines.lens.unsqueeze(1).expand(-1, num_kv_heads)
-    return ragged_decode(q, pages, lines.entries, lines.rows, lens, scale, max_len=most, bias=bias)
+        front = lines.starts - lines.starts % lines.page_size
+        slots = torch.arange(table.max_slots, device=bias.device) + front.unsqueeze(1)
+        shown = slots.clamp(max=bias.shape[2] - 1).unsqueeze(1).expand(-1, pages.shape[1], -1)
+        bias = bias.gather(2, shown.to(torch.int64)).masked_fill((slots < lines.starts.unsqueeze(1)).unsqueeze(1), -torch.inf)
+    return ragged_decode(q, pages, table.entries, table.rows, table.lens, scale, max_len=table.max_slots, bias=bias)
 
 
 def _attend_coded(

@@ -10,16 +10,29 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from agentkv.engine.selection import Selection as Selection
-from agentkv.engine.selection import selected_pages, selected_slots
-from agentkv.engine.tables import HeadTable as HeadTable
-from agentkv.engine.tables import RowTable as RowTable
+from agentkv.engine.selection import Selection, selected_pages, selected_slots
+from agentkv.engine.tables import HeadTable, RowTable
 from agentkv.kernels.low_rank_decode import LowRankPages
 from agentkv.kernels.quantized_pages import QuantizedPages
 
 if TYPE_CHECKING:
     from agentkv.engine.sealed import SealedRows
 
+__all__ = [
+    "AttentionView",
+    "DeviceBatch",
+    "GroupRows",
+    "HeadTable",
+    "LowRankPages",
+    "PageFill",
+    "PagedKV",
+    "Part",
+    "QuantizedPages",
+    "RowMass",
+    "RowSpan",
+    "RowTable",
+    "Selection",
+]
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
