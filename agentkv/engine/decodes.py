@@ -71,16 +71,37 @@ def _attend_coded(
     """Payloads that are decoded as they are read. lines: one for each query."""
     bias = _by_query(_bias(part, 1, max(lines.host_lens)), batch)
     bias = None if bias is None else bias.squeeze(1)
+    positions = _by_query(part.positions, batch)
+    if q.is_cuda and q.dtype != torch.float64:
+        out = _attend_compiled(q, payload, lines, scale, positions, bias)
+        if out is not None:
+            return out
     places = (lines.entries[:, : -(-max(lines.host_lens) // lines.page_size)], lines.rows, lines.lens)
     if isinstance(payload, LowRankPages):
-        positions = _by_query(part.positions, batch)
         return low_rank_decode(q, payload, *places, scale, positions=positions, starts=lines.starts, bias=bias)
-    if q.is_cuda and q.dtype != torch.float64:
-        from agentkv.kernels import paged_dequant_decode as compiled
-
-        if compiled.serves(payload.layout):
-            return compiled.paged_dequant_decode(q, payload, lines.entries, lines.work, scale, bias=bias)
     return dequant_decode(q, payload, *places, scale, starts=lines.starts, bias=bias)
+
+
+def _attend_compiled(
+    q: Tensor,
+    payload: QuantizedPages | LowRankPages,
+    lines: RowTable,
+    scale: float,
+    positions: Tensor | None,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor] | None:
+    """The same by a GPU kernel; None where it does not read such pages."""
+    from agentkv.kernels import paged_dequant_decode, paged_low_rank_decode  # they need triton
+
+    if isinstance(payload, QuantizedPages):
+        if not paged_dequant_decode.serves(payload.layout):
+            return None
+        return paged_dequant_decode.paged_dequant_decode(q, payload, lines.entries, lines.work, scale, bias=bias)
+    if not payload.k.dtype == payload.v.dtype == payload.k_factor.dtype:
+        return None
+    return paged_low_rank_decode.paged_low_rank_decode(
+        q, payload, lines.entries, lines.work, scale, positions=positions, bias=bias
+    )
 
 
 def _page_size(payload: QuantizedPages | LowRankPages) -> int:
