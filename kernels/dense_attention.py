@@ -17,7 +17,7 @@ def dense_attention(
 
     q: `[1, num_heads, num_tokens, head_dim]`. k, v: `[1, num_kv_heads, length, head_dim]`. causal: length is num_tokens, and a
     query sees the keys up to its own. mask: added to the scaled scores, float `[1, 1 or num_heads, 1 or num_tokens, length]`,
-    -inf hides a key. Returns out like q and natural lse `[1, num_heads, num_tokens]`, float32 (float64 for it). What a query
+    -inf hides a key; it is rounded to q's dtype. Returns out like q and natural lse `[1, num_heads, num_tokens]`, float32 (float64 for it). What a query
     gets that sees nothing is not defined.
     """
     if q.device.type == "cpu":
@@ -51,7 +51,7 @@ def plain_attention(
         end = min(begin + _BLOCK, count)
         scores = torch.matmul(q[:, :, begin:end], k.transpose(2, 3)) * scale
         if mask is not None:
-            scores = scores + (mask if mask.shape[2] == 1 else mask[:, :, begin:end])
+            scores = scores + (mask if mask.shape[2] == 1 else mask[:, :, begin:end]).to(scores.dtype)
         if causal:
             hidden = torch.ones(end - begin, length, dtype=torch.bool, device=q.device).triu(begin + 1)
             scores = scores.masked_fill(hidden, -torch.inf)

@@ -130,8 +130,8 @@ def test_a_bias_that_does_not_fit_is_refused() -> None:
         with pytest.raises(TypeError, match=shown):
             attend(scene.q, AttentionView((replace(part, bias=bias), scene.batch.part(0))), scene.batch, SCALE)
     chunks = Scene(CHUNKS, True)
+    tail = replace(chunks.batch.part(0), bias=torch.zeros(4, 1, 30))
     with pytest.raises(TypeError, match="own tokens"):
-        tail = replace(chunks.batch.part(0), bias=torch.zeros(4, 1, 30))
         attend(chunks.q, AttentionView((tail,)), chunks.batch, SCALE)
 
 

@@ -61,7 +61,7 @@ def eights(scene: Scene) -> tuple[Part, list[list[Line]]]:
 def latents(scene: Scene) -> tuple[Part, list[list[Line]]]:
     """Latents of one group of both heads at positions with gaps, and the keys and values that they stand for."""
     table, rank = table_of(scene), 5
-    draw: Any = lambda *shape: torch.randn(*shape, generator=scene.random, dtype=torch.float64).to(scene.dtype)  # noqa: E731
+    draw: Any = lambda *shape: torch.randn(*shape, generator=scene.random, dtype=torch.float64).to(scene.dtype)
     k, v = (torch.full((table.entries.numel(), PAGE, 1, rank), torch.nan, dtype=scene.dtype) for _ in range(2))
     frequency = 0.6 ** torch.arange(scene.head_dim // 2).float()
     payload = LowRankPages(k, v, draw(2, rank, scene.head_dim), draw(2, rank, scene.head_dim), frequency)

@@ -22,7 +22,7 @@ NUM_PAGES = 400
 
 @dataclass(frozen=True)
 class Row:
-    """count: its new tokens. tail: slots of it, the new ones included. floor: the first visible slot; sealed: slots by KV head."""
+    """count: its new tokens. tail: slots, the new ones included. floor: the first visible slot; sealed: slots by KV head."""
 
     count: int
     tail: int
@@ -46,6 +46,7 @@ class Scene:
     prefill: bool
     dtype: torch.dtype = torch.float64
     seed: int = 0
+    device: str = "cpu"
     page_size: int = 4
     head_dim: int = 8
     num_kv_heads: int = 2
@@ -69,7 +70,8 @@ class Scene:
                 entry = entries[self.line(index), slot // self.page_size]
                 self.pages[entry, :, :, slot % self.page_size] = held[:, :, slot].transpose(0, 1)
             self.tails.append([Line(held[0, head].double(), held[1, head].double()) for head in range(self.num_kv_heads)])
-        self.batch = self._batch(entries)
+        self.pages, self.q = self.pages.to(self.device), self.q.to(self.device)
+        self.batch = self._batch(entries.to(self.device))
 
     def line(self, index: int) -> int:
         """The row's line of the page table."""
@@ -100,15 +102,15 @@ class Scene:
         floored = any(starts)
         table = RowTable(
             entries=entries,
-            rows=torch.tensor(lines),
-            lens=torch.tensor([row.tail for row in self.rows], dtype=torch.int32),
+            rows=torch.tensor(lines, device=self.device),
+            lens=torch.tensor([row.tail for row in self.rows], dtype=torch.int32, device=self.device),
             host_rows=tuple(lines),
             host_lens=tuple(row.tail for row in self.rows),
             page_size=self.page_size,
-            starts=torch.tensor(starts, dtype=torch.int32) if floored else None,
+            starts=torch.tensor(starts, dtype=torch.int32, device=self.device) if floored else None,
             host_starts=tuple((row.floor,) * row.count for row in self.rows) if floored else (),
         )
-        places = torch.zeros(stops[-1], dtype=torch.int64)
+        places = torch.zeros(stops[-1], dtype=torch.int64, device=self.device)
         group = GroupRows(table, places, places)
         return DeviceBatch(spans, slice(0, stops[-1]), self.prefill, places, (group,), (0,), lambda layer: self.pages)
 
@@ -135,8 +137,8 @@ class Scene:
             lines.append(mine)
         lens = torch.tensor([row.sealed for row in self.rows], dtype=torch.int32)
         bounds = tuple(max(row.sealed) for row in self.rows) if host_slots else ()
-        entries = entries[:, 0].contiguous() if form == "stripe" else entries
-        return Part(PagedKV(pages), HeadTable(entries, lens, most, bounds)), lines
+        entries = (entries[:, 0].contiguous() if form == "stripe" else entries).to(self.device)
+        return Part(PagedKV(pages.to(self.device)), HeadTable(entries, lens.to(self.device), most, bounds)), lines
 
 
 def seen_of_tail(scene: Scene, index: int, query: int) -> range:
@@ -164,7 +166,7 @@ def brute(
                 if tail:
                     slots = seen_of_tail(scene, index, query)
                     seen += [(scene.tails[index][kv_head], slot, biases[-1]) for slot in slots]
-                q = scene.q[span.start + query, head].double()
+                q = scene.q[span.start + query, head].double().cpu()
                 added = [0.0 if bias is None else float(bias[index, kv_head, slot]) for _, slot, bias in seen]
                 scores = [float(line.k[slot] @ q) * SCALE + more for (line, slot, _), more in zip(seen, added, strict=True)]
                 top = max(scores)
