@@ -34,6 +34,7 @@ __all__ = [
     "Selection",
 ]
 
+
 @dataclass(frozen=True, slots=True)
 class PagedKV:
     """Keys and values in pages of one layer, in the model's dtype.
