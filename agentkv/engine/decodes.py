@@ -91,15 +91,15 @@ def _attend_compiled(
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor] | None:
     """The same by a GPU kernel; None where it does not read such pages."""
-    from agentkv.kernels import paged_dequant_decode, paged_low_rank_decode  # they need triton
+    from agentkv.kernels import dequant_decode_triton, low_rank_decode_triton  # they need triton
 
     if isinstance(payload, QuantizedPages):
-        if not paged_dequant_decode.serves(payload.layout):
+        if not dequant_decode_triton.serves(payload.layout):
             return None
-        return paged_dequant_decode.paged_dequant_decode(q, payload, lines.entries, lines.work, scale, bias=bias)
+        return dequant_decode_triton.paged_dequant_decode(q, payload, lines.entries, lines.work, scale, bias=bias)
     if not payload.k.dtype == payload.v.dtype == payload.k_factor.dtype:
         return None
-    return paged_low_rank_decode.paged_low_rank_decode(
+    return low_rank_decode_triton.paged_low_rank_decode(
         q, payload, lines.entries, lines.work, scale, positions=positions, bias=bias
     )
 
