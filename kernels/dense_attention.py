@@ -16,9 +16,9 @@ def dense_attention(
     """Every query over every key, or under one of two masks.
 
     q: `[1, num_heads, num_tokens, head_dim]`. k, v: `[1, num_kv_heads, length, head_dim]`. causal: length is num_tokens, and a
-    query sees the keys up to its own. mask: added to the scaled scores, float `[1, 1 or num_heads, 1 or num_tokens, length]`,
-    -inf hides a key. Returns out like q and natural lse `[1, num_heads, num_tokens]`, float32 (float64 for it). What a query
-    gets that sees nothing is not defined.
+    query sees the keys up to its own. mask: added to the scaled scores in q's dtype, float `[1, 1 or num_heads, 1 or
+    num_tokens, length]`, -inf hides a key. Returns out like q and natural lse `[1, num_heads, num_tokens]`, float32 (float64
+    for it). What a query gets that sees nothing is not defined.
     """
     if q.device.type == "cpu":
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -27,7 +27,7 @@ def dense_attention(
         return out, lse
     if q.dtype == torch.float64:
         return plain_attention(q, k, v, scale, causal=causal, mask=mask)
-    if mask is None and q.dtype != torch.float32 and q.shape[3] % 8 == 0:  # the half precision kernel shares KV heads
+    if mask is None and q.dtype != torch.float32:  # the half precision kernel shares KV heads
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=causal, scale=scale)[:2]
         return out, lse
     group = q.shape[1] // k.shape[1]
@@ -51,7 +51,7 @@ def plain_attention(
         end = min(begin + _BLOCK, count)
         scores = torch.matmul(q[:, :, begin:end], k.transpose(2, 3)) * scale
         if mask is not None:
-            scores = scores + (mask if mask.shape[2] == 1 else mask[:, :, begin:end])
+            scores = scores + (mask if mask.shape[2] == 1 else mask[:, :, begin:end]).to(scores.dtype)
         if causal:
             hidden = torch.ones(end - begin, length, dtype=torch.bool, device=q.device).triu(begin + 1)
             scores = scores.masked_fill(hidden, -torch.inf)

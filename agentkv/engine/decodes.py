@@ -54,14 +54,15 @@ def attend_heads(q: Tensor, part: Part, table: HeadTable, batch: DeviceBatch, sc
 def _attend_biased(
     q: Tensor, part: Part, pages: Tensor, lines: RowTable, batch: DeviceBatch, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Slots before a line's first are hidden by the bias too. lines: one for each query."""
-    num_kv_heads, most = pages.shape[1], max(lines.host_lens)
-    bias = _by_query(_bias(part, num_kv_heads, most), batch)
+    """Pages before a line's first visible slot are left out, slots before it in its page are hidden. lines: one a query."""
+    table, _ = lines.visible(pages.shape[1])
+    bias = _by_query(_bias(part, pages.shape[1], max(lines.host_lens)), batch)
     if bias is not None and lines.starts is not None:
-        slots = torch.arange(bias.shape[2], device=bias.device)
-        bias = bias.masked_fill(slots < lines.starts[:, None, None], -torch.inf)
-    lens = lines.lens.unsqueeze(1).expand(-1, num_kv_heads)
-    return ragged_decode(q, pages, lines.entries, lines.rows, lens, scale, max_len=most, bias=bias)
+        front = lines.starts - lines.starts % lines.page_size
+        slots = torch.arange(table.max_slots, device=bias.device) + front.unsqueeze(1)
+        shown = slots.clamp(max=bias.shape[2] - 1).unsqueeze(1).expand(-1, pages.shape[1], -1)
+        bias = bias.gather(2, shown.to(torch.int64)).masked_fill((slots < lines.starts.unsqueeze(1)).unsqueeze(1), -torch.inf)
+    return ragged_decode(q, pages, table.entries, table.rows, table.lens, scale, max_len=table.max_slots, bias=bias)
 
 
 def _attend_coded(
@@ -70,16 +71,37 @@ def _attend_coded(
     """Payloads that are decoded as they are read. lines: one for each query."""
     bias = _by_query(_bias(part, 1, max(lines.host_lens)), batch)
     bias = None if bias is None else bias.squeeze(1)
+    positions = _by_query(part.positions, batch)
+    if q.is_cuda and q.dtype != torch.float64:
+        out = _attend_compiled(q, payload, lines, scale, positions, bias)
+        if out is not None:
+            return out
     places = (lines.entries[:, : -(-max(lines.host_lens) // lines.page_size)], lines.rows, lines.lens)
     if isinstance(payload, LowRankPages):
-        positions = _by_query(part.positions, batch)
         return low_rank_decode(q, payload, *places, scale, positions=positions, starts=lines.starts, bias=bias)
-    if q.is_cuda and q.dtype != torch.float64:
-        from agentkv.kernels import paged_dequant_decode as compiled
-
-        if compiled.serves(payload.layout):
-            return compiled.paged_dequant_decode(q, payload, lines.entries, lines.work, scale, bias=bias)
     return dequant_decode(q, payload, *places, scale, starts=lines.starts, bias=bias)
+
+
+def _attend_compiled(
+    q: Tensor,
+    payload: QuantizedPages | LowRankPages,
+    lines: RowTable,
+    scale: float,
+    positions: Tensor | None,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor] | None:
+    """The same by a GPU kernel; None where it does not read such pages."""
+    from agentkv.kernels import dequant_decode_triton, low_rank_decode_triton  # they need triton
+
+    if isinstance(payload, QuantizedPages):
+        if not dequant_decode_triton.serves(payload.layout):
+            return None
+        return dequant_decode_triton.paged_dequant_decode(q, payload, lines.entries, lines.work, scale, bias=bias)
+    if not payload.k.dtype == payload.v.dtype == payload.k_factor.dtype:
+        return None
+    return low_rank_decode_triton.paged_low_rank_decode(
+        q, payload, lines.entries, lines.work, scale, positions=positions, bias=bias
+    )
 
 
 def _page_size(payload: QuantizedPages | LowRankPages) -> int:

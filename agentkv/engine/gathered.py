@@ -16,8 +16,8 @@ from agentkv.kernels.quantized_pages import QuantizedPages, gather_dequantised
 
 
 class GatheredRow(NamedTuple):
-    """k, v: `[num_kv_heads, length, head_dim]` from the first slot on that the row sees, zeros where a head holds nothing.
-    lens: int32 `[num_kv_heads]` on the device, slots held. bias: float32 `[1 or num_kv_heads, >= length]` or None."""
+    """k, v: `[num_kv_heads, length, head_dim]` from the row's first visible slot on, zeros where a head holds nothing. lens:
+    int32 `[num_kv_heads]` on the device, slots held. bias: float32 `[1 or num_kv_heads, >= length]` or None."""
 
     k: Tensor
     v: Tensor

@@ -11,6 +11,7 @@ from agentkv.engine.gathered import gather_row
 from agentkv.engine.tables import RowTable
 from agentkv.engine.view import AttentionView, DeviceBatch, PagedKV, Part, RowMass
 from agentkv.kernels.received_mass import received_mass
+from agentkv.kernels.slot_mass import slot_mass
 
 
 def received(
@@ -20,36 +21,52 @@ def received(
     query heads of a group (arXiv 2306.14048).
 
     q: `[num_tokens, num_heads, head_dim]`. lse: as `attend` gave it for the whole view. Earlier parts of a view make up
-    RowMass.sealed, one behind another. TypeError for what a view of all slots in the model's dtype is not: selections,
-    payloads that are decoded as they are read, tokens that see a window only.
+    RowMass.sealed, one behind another. TypeError for selections and for tokens that see a window only.
     """
-    *earlier, last = view.parts
-    if not isinstance(last.table, RowTable) or not all(isinstance(part.payload, PagedKV) for part in view.parts):
-        raise TypeError("attention received is counted where all slots are read, from pages of plain keys")
+    last = view.parts[-1]
+    if not isinstance(last.table, RowTable):
+        raise TypeError("attention received is counted where all slots are read, not of a selection")
     if any(len(set(starts)) > 1 for starts in last.table.host_starts):
         raise TypeError("attention received is not counted in layers that see a window only")
+    pages = [part.payload.pages for part in view.parts if isinstance(part.payload, PagedKV) and part.bias is None]
+    if batch.prefill or len(pages) < len(view.parts) or any(count != 1 for count in batch.counts):
+        by_part = [_of_rows(q, part, batch, lse, scale, reduce, own=part is last) for part in view.parts]
+    else:
+        by_part = [_of_decodes(q, each, part, lse, scale, reduce) for each, part in zip(pages, view.parts, strict=True)]
     masses = []
-    for index, span in enumerate(batch.rows):
-        queries, tops = q[span.start : span.end], lse[span.start : span.end]
-        sealed = [_of_row(queries, part, index, tops, scale, reduce, own=False) for part in earlier]
-        tail = _of_row(queries, last, index, tops, scale, reduce, own=True)
+    for index, (*sealed, tail) in enumerate(zip(*by_part, strict=True)):
         joined = torch.cat(sealed, 1) if any(each.shape[1] for each in sealed) else None
         masses.append(RowMass(joined, tail, last.table.first_slots[index]))
     return tuple(masses)
 
 
-def _of_row(
-    q: Tensor, part: Part, index: int, lse: Tensor, scale: float, reduce: Literal["sum", "max"], *, own: bool
-) -> Tensor:
-    """`[num_kv_heads, slots]` of one row's slots in one part. own: the last slots are the queries' own."""
-    row = gather_row(part, index, q.dtype)
-    num_kv_heads, length, _ = row.k.shape
-    if not length:
-        return q.new_zeros(num_kv_heads, 0, dtype=lse.dtype)
-    stop = (
-        torch.arange(length - len(q) + 1, length + 1, device=q.device)
-        if own
-        else torch.full((len(q),), length, device=q.device)
-    )
-    bias = None if row.bias is None else row.bias[:, :length].expand(num_kv_heads, -1)
-    return received_mass(q, row.k, lse, stop.to(torch.int32), scale, lens=row.lens, bias=bias, reduce=reduce)
+def _of_decodes(q: Tensor, pages: Tensor, part: Part, lse: Tensor, scale: float, reduce: Literal["sum", "max"]) -> list[Tensor]:
+    """`[num_kv_heads, slots]` of each row's slots in one part; each row has one query, all rows together."""
+    if isinstance(part.table, RowTable):
+        table, hidden = part.table.visible(pages.shape[1])
+    else:
+        table, hidden = part.table, (0,) * len(part.table.lens)
+    if not table.max_slots:
+        return [lse.new_zeros(table.lens.shape[1], 0) for _ in hidden]
+    lines = (table.entries, table.rows, table.lens)
+    mass = slot_mass(q, pages, *lines, lse, scale, max_len=table.max_slots, reduce=reduce)
+    return [mass[row, :, first:bound] for row, (first, bound) in enumerate(zip(hidden, table.bounds, strict=True))]
+
+
+def _of_rows(
+    q: Tensor, part: Part, batch: DeviceBatch, lse: Tensor, scale: float, reduce: Literal["sum", "max"], *, own: bool
+) -> list[Tensor]:
+    """The same row by row. own: a row's last slots are its queries' own."""
+    masses = []
+    for index, span in enumerate(batch.rows):
+        queries, tops = q[span.start : span.end], lse[span.start : span.end]
+        row = gather_row(part, index, q.dtype)
+        num_kv_heads, length, _ = row.k.shape
+        if not length:
+            masses.append(lse.new_zeros(num_kv_heads, 0))
+            continue
+        last = torch.arange(len(queries), device=q.device) - len(queries) + 1
+        ends = (length + last * own).to(torch.int32)
+        bias = None if row.bias is None else row.bias[:, :length].expand(num_kv_heads, -1)
+        masses.append(received_mass(queries, row.k, tops, ends, scale, lens=row.lens, bias=bias, reduce=reduce))
+    return masses

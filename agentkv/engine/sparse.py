@@ -17,8 +17,7 @@ from agentkv.engine.attention import attend
 from agentkv.engine.core import SLOT, WHOLE, StateGroup
 from agentkv.engine.form import Held
 from agentkv.engine.received import received
-from agentkv.engine.selection import Selection
-from agentkv.engine.view import AttentionView, DeviceBatch, PageFill, RowMass
+from agentkv.engine.view import AttentionView, DeviceBatch, PageFill, RowMass, Selection
 from agentkv.errors import BadRequest
 from agentkv.kernels.store_kv import store_kv
 from agentkv.types import Exactness

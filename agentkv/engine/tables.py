@@ -65,6 +65,27 @@ class RowTable:
     def _by_query(self) -> dict[tuple[tuple[int, ...], bool], RowTable]:
         return {}
 
+    def visible(self, num_kv_heads: int) -> tuple[HeadTable, tuple[int, ...]]:
+        """Each row's slots from the page of its first visible one on, for one query a row, and how many slots of that page come
+        before the visible one."""
+        if num_kv_heads not in self._visible:
+            size = self.page_size
+            hidden = tuple(first % size for first in self.first_slots)
+            bounds = tuple(n - f + h for n, f, h in zip(self.host_lens, self.first_slots, hidden, strict=True))
+            entries, lens = self.entries[self.rows], self.lens
+            if self.starts is not None:
+                front = (self.starts // size).unsqueeze(1)
+                pages = torch.arange(-(-max(bounds) // size), device=entries.device)
+                entries = entries.gather(1, (front + pages).clamp(max=entries.shape[1] - 1).to(torch.int64))
+                lens = lens - (front * size).squeeze(1)
+            lens = lens.unsqueeze(1).expand(-1, num_kv_heads).contiguous()
+            self._visible[num_kv_heads] = HeadTable(entries, lens, max(bounds), bounds), hidden
+        return self._visible[num_kv_heads]
+
+    @cached_property
+    def _visible(self) -> dict[int, tuple[HeadTable, tuple[int, ...]]]:
+        return {}
+
     @cached_property
     def work(self) -> DecodePlan:
         """Pieces of the rows for decode on a GPU, where each row has one token."""

@@ -19,6 +19,20 @@ if TYPE_CHECKING:
     from agentkv.engine.query_window import QueryRows
     from agentkv.engine.sealed import SealedRows
 
+__all__ = [
+    "AttentionView",
+    "DeviceBatch",
+    "GroupRows",
+    "HeadTable",
+    "PageFill",
+    "PagedKV",
+    "Part",
+    "RowMass",
+    "RowSpan",
+    "RowTable",
+    "Selection",
+]
+
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from agentkv import methods
-from agentkv.engine.core import GRANULE, SLOT, Batch, EngineConfig, RowWork, TableUpdate
+from agentkv.engine.core import GRANULE, SLOT, Batch, EngineConfig, RowWork
 from agentkv.engine.form import Bound, Held, Seal
 from agentkv.engine.layers import Decoder, ModelConfig, RopeConfig
 from agentkv.engine.loader import LoadedModel
 from agentkv.engine.runner import ModelRunner
 from agentkv.engine.sparse import Keep, ModelShape, Most, SparseMethod, StateSpec
 from agentkv.engine.view import AttentionView, DeviceBatch, PagedKV, Part, RowMass, Selection
+from agentkv.engine.work import TableUpdate
 from agentkv.errors import BadRequest, EngineFault, UnknownOption
 from agentkv.types import Sampling
 
