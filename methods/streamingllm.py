@@ -75,18 +75,8 @@ class StreamingLLM(SparseMethod):
         """Of the tail only the newest slots, where answers are made."""
         *sealed, tail = super().view(layer, selection, batch).parts
         if not batch.prefill and isinstance(tail.table, RowTable):
-            tail = replace(tail, table=self._newest(tail.table))
+            tail = replace(tail, table=tail.table.newest(self.recent))
         return AttentionView((*sealed, tail))
-
-    def _newest(self, table: RowTable) -> RowTable:
-        """Each row's last slots."""
-        firsts = [max(pair) for pair in zip(table.first_slots, (n - self.recent for n in table.host_lens), strict=True)]
-        if firsts == list(table.first_slots):
-            return table
-        starts = (table.lens - self.recent).clamp(min=0)
-        if table.starts is not None:
-            starts = torch.maximum(starts, table.starts)
-        return replace(table, starts=starts, host_starts=tuple((first,) for first in firsts))
 
     def reference(self, plain: Plain, layer: int) -> Read:
         """See the class: the token behind a prompt is at position n."""

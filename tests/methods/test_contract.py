@@ -223,7 +223,7 @@ class ByHead(Timed):
     seals_into: ClassVar[Literal["stripe", "head", "states"] | None] = "head"
 
     def keep(self, held: Held) -> Keep | None:
-        return Keep(held.tokens, 20, mean=self.mean)
+        return Keep(held.tokens, 20, mean=self.mean, across=True)
 
 
 @pytest.mark.parametrize(("mean", "units"), [(0, 8), (20, 8), (10, 6), (5, 5), (1, 4)])
