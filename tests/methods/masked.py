@@ -31,17 +31,17 @@ class Tensors:
 def _masked(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **more: Any) -> Any:
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     module.tensors = Tensors(q.clone(), k.clone(), v.clone(), scaling)
-    count, length, group = len(q), len(k), q.shape[1] // k.shape[1]
+    length, group = len(k), q.shape[1] // k.shape[1]
+    places = torch.arange(length - len(q), length)
     out = torch.zeros_like(q)
-    for token in range(count):
-        at = length - count + token
-        for head in range(q.shape[1]):
-            seen = range(at + 1)
-            if module.sight is not None:
+    for head in range(q.shape[1]):
+        hidden = torch.arange(length) > places[:, None]
+        if module.sight is not None:
+            for line, at in zip(hidden, places.tolist(), strict=True):
                 allowed = module.sight(module.layer_idx, head // group, at)
-                seen = [position for position in seen if position in allowed]
-            keys, values = k[seen, head // group], v[seen, head // group]
-            out[token, head] = torch.softmax(keys @ q[token, head] * scaling, 0) @ values
+                line[[position for position in range(length) if position not in allowed]] = True
+        scores = (q[:, head] @ k[:, head // group].T * scaling).masked_fill(hidden, -torch.inf)
+        out[:, head] = torch.softmax(scores, 1) @ v[:, head // group]
     return out.unsqueeze(0), None
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from evicted import PAGE, Engine, prompt
-from subjects import tiny
 from torch import Tensor
 from twin import Twin, same_as_reference
 
@@ -20,14 +19,6 @@ from agentkv.engine.form import Held, Seal
 from agentkv.engine.sealed import Candidates
 from agentkv.engine.sparse import ModelShape
 from agentkv.errors import BadRequest
-
-
-@pytest.fixture(scope="module", params=["qwen3", "llama"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made: Path = tmp_path_factory.mktemp(request.param)
-    tiny(made, request.param)
-    return made
-
 
 SETTINGS: list[dict[str, Any]] = [
     {"capacity": 40, "window": 8},

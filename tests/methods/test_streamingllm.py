@@ -8,7 +8,6 @@ import pytest
 from evicted import Engine, prompt
 from hypothesis import given
 from hypothesis import strategies as st
-from subjects import tiny
 from twin import Twin
 
 from agentkv import methods
@@ -16,15 +15,8 @@ from agentkv.engine.form import Held
 from agentkv.errors import BadRequest, UnknownOption
 
 
-@pytest.fixture(scope="module", params=["qwen3", "llama"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made: Path = tmp_path_factory.mktemp(request.param)
-    tiny(made, request.param)
-    return made
-
-
 @pytest.mark.parametrize(("sinks", "recent"), [(4, 20), (0, 7), (20, 3), (1, 1)])
-@pytest.mark.parametrize("length", [1, 3, 30, 75])
+@pytest.mark.parametrize("length", [3, 60])
 def test_answers_read_the_first_and_the_newest(folder: Path, sinks: int, recent: int, length: int) -> None:
     """Two turns; the tail is trimmed while the first is answered. Prompts read what is held, which is no less."""
     twin = Twin(folder, "streamingllm", sinks=sinks, recent=recent)
@@ -33,10 +25,10 @@ def test_answers_read_the_first_and_the_newest(folder: Path, sinks: int, recent:
         return {j for j in range(at + 1) if j < sinks or j > at - recent}
 
     for more in (prompt(length), prompt(9, seed=2)):
-        turn, gap = twin.turn(more, count=45, reads=reads)
+        turn, gap = twin.turn(more, count=40, reads=reads)
         assert gap < 1e-11
         assert len(turn.left[1]) <= recent + 17
-        prompt_length = len(twin.history) - 45
+        prompt_length = len(twin.history) - 40
         for held in (turn.kept(0, 0), turn.kept(2, 1)):
             assert held == [j for j in range(prompt_length) if j < sinks or j >= prompt_length - recent]
     assert turn.prefilled == 10
