@@ -84,7 +84,7 @@ def _pooled(rows: Sequence[Rows]) -> Rows:
 
 
 def _once(folder: Path) -> dict[str, Any]:
-    """The control on once by lag and over all lags: rebuild with the bounds, in_place (of the lag study's seeds) beside it."""
+    """The control on once by lag and over all: rebuild with the bounds, in_place (of the lag study's seeds) beside it."""
     rows: list[dict[str, Any]] = []
     for lag in (*LAGS, 10):
         results = gathered(folder, f"once-{lag}")
@@ -93,9 +93,9 @@ def _once(folder: Path) -> dict[str, Any]:
             rows.append({"prune_after": lag, **_sides(results, lag), "in_place": _sides(beside, lag)})
     if not rows:
         return {"rows": []}
-    rows.append({"prune_after": "all", **_pooled(rows), "in_place": _pooled([row["in_place"] for row in rows])})
-    unpruned = [row["kept"]["success"] for row in rows if row["prune_after"] is None]
-    free = unpruned[0] if unpruned else 1.0
+    pruned = [row for row in rows if row["prune_after"] is not None]
+    free = next((row["kept"]["success"] for row in rows if row["prune_after"] is None), 1.0)
+    rows.append({"prune_after": "all", **_pooled(pruned), "in_place": _pooled([row["in_place"] for row in pruned])})
     for row in rows:
         row["met"] = not any(_misses(row, free))
     return {"none": free, "gone_most": GONE_MOST, "kept_loss": KEPT_LOSS, "rows": rows}

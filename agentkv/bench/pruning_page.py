@@ -174,7 +174,7 @@ CONTROL = """
 Once with `rebuild`, own cells with more seeds. Where the result is gone when it is needed, at most {gone} may be solved; where
 it is in view, at least {kept}, 3 points below no pruning ({none}). The shares are held to the bounds, their intervals stand by.
 `in_place drop` is beside it without a bound, from the seeds of the study: later KV, computed with the body in view, might carry
-the fact.
+the fact. *all* are the lags together, the same seeds at each.
 
 | prune_after | rebuild, gone | rebuild, in view | bounds | in_place drop, gone | in_place drop, in view |
 |---|---|---|---|---|---|
