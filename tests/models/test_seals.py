@@ -135,6 +135,20 @@ def test_rows_of_several_methods_in_one_step_are_each_alone(loaded: Any) -> None
             assert (alone.logits({row: turn[row]}) - mine).abs().max() < CLOSE
 
 
+@pytest.mark.parametrize("toy", KINDS)
+def test_a_row_that_was_sealed_before_holds_nothing_of_that(loaded: Any, toy: Any) -> None:
+    """Beside a sealed row, in the row of a sequence that was sealed and has ended: its table still names those units."""
+    hand, alone = Hand(loaded, toy()), Hand(loaded, toy())
+    hand.logits({0: PROMPT, 1: PROMPT})
+    hand.seal(0)
+    hand.seal(1)
+    del hand.rows[1]
+    hand.logits({1: MORE[:9]})
+    found = hand.logits({0: [4], 1: [5]})[1]
+    alone.logits({1: MORE[:9]})
+    assert (alone.logits({1: [5]})[0] - found).abs().max() < CLOSE
+
+
 def test_a_row_touches_the_tables_of_its_own_form_alone(loaded: Any) -> None:
     hand = Hand(loaded, [Toy(), HeadToy()])
     groups = [form.groups + form.sealed for form in hand.runner.forms]
@@ -200,6 +214,8 @@ def test_what_a_method_says_too_much_stays_in_its_own_units(loaded: Any) -> None
     changed = hand.runner.pages.arena != before
     assert changed.any()
     assert not (changed & ~mine).any()
+    lens = hand.runner.pages.state(hand.runner.forms[0].sealed[1])[work.new[1][0]]
+    assert (lens == 42).all()
 
 
 @dataclass(frozen=True)
