@@ -21,6 +21,8 @@ def _file(path: Path | None) -> Path | None:
 
 Out = Annotated[Path | None, typer.Option(callback=_file, help="Also write the JSON to this file.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object, the last line on stdout.")]
+Memory = Annotated[str | None, typer.Option(help="KV memory of each worker, like 8GiB; the default suits one.")]
+Workers = Annotated[int, typer.Option(min=1, help="Processes that play cells side by side on the device.")]
 
 
 @app.callback()
@@ -90,14 +92,21 @@ def grid(
     concurrency: Annotated[int, typer.Option(help="Tasks played at once.")] = 100,
     seconds: Annotated[float, typer.Option(help="Start no further cell after that; run the command again to go on.")] = 1e9,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
-    memory: Annotated[str | None, typer.Option(help="KV memory of each worker, like 8GiB; the default suits one.")] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Processes that play cells side by side on the device.")] = 1,
+    memory: Memory = None,
+    workers: Workers = 1,
+    doc: Annotated[
+        Path | None, typer.Option(callback=_file, help="Write what was solved as a page here, its JSON beside it.")
+    ] = None,
 ) -> None:
     """All grids of the model card and of docs/pruning.md, cell by cell; say the same command again to go on."""
+    from agentkv.bench import acting
     from agentkv.bench.grid import Engine, run_grid
 
     engine = Engine(model, device, memory, workers)
-    typer.echo(json.dumps(run_grid(out, parts, engine, seeds, chunk, concurrency, seconds, typer.echo)))
+    counts = run_grid(out, parts, engine, seeds, chunk, concurrency, seconds, typer.echo)
+    if doc is not None:
+        acting.write(out, doc)
+    typer.echo(json.dumps(counts))
 
 
 @app.command("pruning")
@@ -108,17 +117,20 @@ def pruning(
     seeds: Annotated[int, typer.Option(min=1, help="As of `bench grid`: a sixth of them for each family and condition.")] = 200,
     concurrency: Annotated[int, typer.Option(help="Tasks played at once.")] = 100,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    memory: Memory = None,
+    workers: Workers = 1,
     as_json: AsJson = False,
 ) -> None:
     """The lag study: what pruning after a lag costs and frees, by family and way of pruning."""
     from agentkv.bench import pruning as study
     from agentkv.bench.grid import Engine, cells, play_cells
+    from agentkv.bench.pruning_page import markdown
 
     todo = [cell for part in ("pruning", "once") for cell in cells(part, seeds, 200)]
-    if any(not (out / f"{cell.name}.json").exists() for cell in todo):
-        play_cells(todo, Engine(model, device), out, concurrency, 1e9, lambda line: None if as_json else typer.echo(line))
+    engine = Engine(model, device, memory, workers)
+    play_cells(todo, engine, out, concurrency, 1e9, lambda line: None if as_json else typer.echo(line))
     made = study.report(out) if doc is None else study.write(out, doc)
-    typer.echo(json.dumps(made) if as_json else study.markdown(made, "pruning.svg"))
+    typer.echo(json.dumps(made) if as_json else markdown(made, "pruning.svg"))
 
 
 @app.command("constrained")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ast import literal_eval
 from dataclasses import fields
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,38 @@ def resolve(name: str) -> type[SparseMethod]:
     module, _, attribute = NAMES[name].partition(":")
     found: type[SparseMethod] = getattr(import_module(module), attribute)
     return found
+
+
+def parse(text: str) -> SparseMethod:
+    """A method as people write it: 'name', or 'name:option=value,option=value' with Python literals (words need no quotes).
+    Raises as `get`."""
+    name, _, rest = text.partition(":")
+    options: dict[str, Any] = {}
+    for part in filter(None, _parts(rest)):
+        key, found, value = part.partition("=")
+        if not found:
+            raise BadRequest(f"method {text!r}: {part!r} is no option=value", hint="Like name:option=value", param="method")
+        options[key.strip()] = _literal(value.strip())
+    return get(name.strip(), **options)
+
+
+def _parts(text: str) -> list[str]:
+    """Split at the commas that stand in no bracket."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
+def _literal(text: str) -> Any:
+    try:
+        return literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 def get(name: str, **options: Any) -> SparseMethod:

@@ -115,15 +115,25 @@ def run_grid(
 
 
 def play_cells(todo: list[Cell], engine: Engine, out: Path, concurrency: int, seconds: float, tell: Tell) -> dict[str, int]:
-    """run_cells by the engine's processes: a small model leaves a GPU idle while one process plays."""
-    todo = [cell for cell in todo if not (out / f"{cell.name}.json").exists()] if engine.workers > 1 else todo
+    """run_cells by the engine's processes: a small model leaves a GPU idle while one process plays.
+
+    Where a cell fails, its process stops and the others go on; then the error is raised. The same command plays what is left.
+    """
+    missing = [cell for cell in todo if not (out / f"{cell.name}.json").exists()]
+    parts = shares(missing, engine.workers)
     work = partial(_play_some, engine=engine, out=out, concurrency=concurrency, seconds=seconds)
-    if engine.workers == 1:
-        return work(todo, tell=tell)
-    shares = [todo[index :: engine.workers] for index in range(engine.workers)]
-    with ProcessPoolExecutor(engine.workers, multiprocessing.get_context("spawn")) as pool:
-        counts = list(pool.map(partial(work, tell=_say), shares))
-    return {key: sum(count[key] for count in counts) for key in ("done", "left")}
+    if len(parts) > 1:
+        with ProcessPoolExecutor(len(parts), multiprocessing.get_context("spawn")) as pool:
+            counts = list(pool.map(partial(work, tell=_say), parts))
+    else:
+        counts = [work(part, tell=tell) for part in parts]
+    done = len(todo) - len(missing) + sum(count["done"] for count in counts)
+    return {"done": done, "left": sum(count["left"] for count in counts)}
+
+
+def shares(missing: list[Cell], workers: int) -> list[list[Cell]]:
+    """Every so many-th cell for each worker, since neighbours take about as long; no share is empty."""
+    return [missing[index::workers] for index in range(min(workers, len(missing)))]
 
 
 def _play_some(todo: list[Cell], *, engine: Engine, out: Path, concurrency: int, seconds: float, tell: Tell) -> dict[str, int]:

@@ -27,8 +27,8 @@ class Panel:
     lines: tuple[Line, ...]
 
 
-def svg(panels: Sequence[Panel], across: int, below: str) -> str:
-    """Panels in rows of `across`, with one legend; `below` names the horizontal axis."""
+def svg(panels: Sequence[Panel], across: int, below: str, note: str = "") -> str:
+    """Panels in rows of `across`, with one legend and a note behind it; `below` names the horizontal axis."""
     rows = -(-len(panels) // across)
     wide, high = WIDTH + LEFT + 20, HEIGHT + TOP + 44
     names = [line.name for line in panels[0].lines]
@@ -48,6 +48,8 @@ def svg(panels: Sequence[Panel], across: int, below: str) -> str:
         x, y = LEFT + j * 150, rows * high + 16
         parts.append(f'<rect x="{x}" y="{y - 9}" width="10" height="10" fill="{COLOURS[j % len(COLOURS)]}"/>')
         parts.append(f'<text x="{x + 15}" y="{y}">{escape(name)}</text>')
+    if note:
+        parts.append(f'<text x="{LEFT + len(names) * 150}" y="{rows * high + 16}" fill="#555">{escape(note)}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 

@@ -1,48 +1,111 @@
-"""The lag study as a report: success, tokens freed and re-reads by lag and way of pruning, from the files of a grid."""
+"""The lag study's figures: success, tokens freed, re-reads by lag and way of pruning, from the files of a grid."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from agentkv.bench.grid import LAGS, WAYS, gathered
 from agentkv.bench.plot import Line, Panel, svg
+from agentkv.bench.pruning_page import markdown
+from agentkv.bench.shares import pooled, share_of
 from agentkv.bench.world import totals
 from agentkv.errors import BadRequest
 from agentkv.world.task import FAMILIES
 
 Rows = dict[str, dict[str, Any]]
+MEANS = ("freed", "rereads", "prefilled")
+GONE_MOST, KEPT_LOSS = 0.05, 0.03  # the bounds of the control: success without what is needed, loss while it is in view
 
 
 def report(folder: Path) -> dict[str, Any]:
-    """Totals by condition and family (`all` too), and the control on once by whether the lag outlasts the need."""
+    """What the page says.
+
+    `conditions`: totals by condition and family (`all` too); `view`: by way and family, tasks whose needed result was gone
+    and the others; `once`: the control with its bounds.
+
+    Raises:
+        BadRequest: the folder has no cells of the lag study.
+    """
     found: dict[str, Rows] = {}
-    for name in ("none", *(f"{way.replace(' ', '_')}-{lag}" for way in WAYS for lag in LAGS[1:])):
+    sides: dict[str, dict[str, list[Rows]]] = {}
+    for name, way, lag in [("none", "", None), *((_name(way, lag), way, lag) for way in WAYS for lag in LAGS[1:])]:
         results = gathered(folder, f"pruning-{name}")
         if results:
-            found[name] = {"all": totals(results), **_by_family(results)}
+            found[name] = {"all": cell(results), **{family: cell(rows) for family, rows in _families(results)}}
+        for family, rows in _families(results):
+            if way and rows[0].get("lag") is not None:  # a family that needs nothing old has no lag
+                sides.setdefault(way, {}).setdefault(family, []).append(_sides(rows, lag))
     if "none" not in found:
         raise BadRequest(f"{folder} has no cells of the lag study", hint="Run: agentkv bench pruning --out FOLDER")
-    return {"conditions": found, "once": _once(folder)}
+    view = {way: {family: _pooled(rows) for family, rows in families.items()} for way, families in sides.items()}
+    return {"conditions": found, "view": view, "once": _once(folder)}
 
 
-def _by_family(results: Sequence[dict[str, Any]]) -> Rows:
-    by = {family: [row for row in results if row["family"] == family] for family in FAMILIES}
-    return {family: totals(rows) for family, rows in by.items() if rows}
+def cell(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Totals of results, with `prefilled` (prompt tokens that were computed) and half the 95 % intervals of the means."""
+    rows = [row for row in results if row.get("tokens")]
+    values = {name: [float(row.get(name, 0)) for row in rows] for name in MEANS}
+    made = {**totals(results), "prefilled": sum(values["prefilled"]) / max(1, len(rows))}
+    return {**made, "plus_minus": {name: _half(values[name]) for name in MEANS}}
 
 
-def _once(folder: Path) -> list[dict[str, Any]]:
-    """Once with rebuild: tasks whose result is gone when it is needed (lag <= results between), and the others."""
+def _half(values: Sequence[float]) -> float:
+    """Half the 95 % interval of a mean, by the normal approximation."""
+    n = len(values)
+    if n < 2:
+        return 0.0
+    mean = sum(values) / n
+    return 1.96 * math.sqrt(sum((value - mean) ** 2 for value in values) / (n - 1) / n)
+
+
+def _name(way: str, lag: int | None) -> str:
+    return f"{way.replace(' ', '_')}-{lag}"
+
+
+def _families(results: Sequence[dict[str, Any]]) -> Iterable[tuple[str, list[dict[str, Any]]]]:
+    """The results of each family that has some."""
+    by = [(family, [row for row in results if row["family"] == family]) for family in FAMILIES]
+    return [(family, rows) for family, rows in by if rows]
+
+
+def _sides(results: Sequence[dict[str, Any]], lag: int | None) -> Rows:
+    """Shares solved of tasks whose needed result is `gone` when it is needed (lag <= results between), or `kept`."""
+    gone = [row["solved"] for row in results if lag is not None and lag <= row["lag"]]
+    kept = [row["solved"] for row in results if lag is None or lag > row["lag"]]
+    return {"gone": share_of(gone), "kept": share_of(kept)}
+
+
+def _pooled(rows: Sequence[Rows]) -> Rows:
+    return {side: pooled(row[side] for row in rows) for side in ("gone", "kept")}
+
+
+def _once(folder: Path) -> dict[str, Any]:
+    """The control on once by lag and over all: rebuild with the bounds, in_place (of the lag study's seeds) beside it."""
     rows: list[dict[str, Any]] = []
     for lag in (*LAGS, 10):
         results = gathered(folder, f"once-{lag}")
         if results:
-            gone = [row for row in results if lag is not None and lag <= row["lag"]]
-            kept = [row for row in results if row not in gone]
-            rows.append({"prune_after": lag, "gone": totals(gone) if gone else None, "kept": totals(kept) if kept else None})
-    return rows
+            beside = [row for row in gathered(folder, f"pruning-{_name('in_place drop', lag)}") if row["family"] == "once"]
+            rows.append({"prune_after": lag, **_sides(results, lag), "in_place": _sides(beside, lag)})
+    if not rows:
+        return {"rows": []}
+    pruned = [row for row in rows if row["prune_after"] is not None]
+    free = next((row["kept"]["success"] for row in rows if row["prune_after"] is None), 1.0)
+    rows.append({"prune_after": "all", **_pooled(pruned), "in_place": _pooled([row["in_place"] for row in pruned])})
+    for row in rows:
+        row["met"] = not any(_misses(row, free))
+    return {"none": free, "gone_most": GONE_MOST, "kept_loss": KEPT_LOSS, "rows": rows}
+
+
+def _misses(row: dict[str, Any], free: float) -> Iterable[bool]:
+    """Whether each bound is missed, by the share itself; the interval stands beside it."""
+    gone, kept = row["gone"]["success"], row["kept"]["success"]
+    yield gone is not None and gone > GONE_MOST
+    yield kept is not None and kept < free - KEPT_LOSS
 
 
 def chart(made: dict[str, Any]) -> str:
@@ -52,38 +115,12 @@ def chart(made: dict[str, Any]) -> str:
     for family in FAMILIES:
         lines = []
         for way in WAYS:
-            names = [*(f"{way.replace(' ', '_')}-{lag}" for lag in LAGS[1:]), "none"]
+            names = [*(_name(way, lag) for lag in LAGS[1:]), "none"]
             cells = [made["conditions"].get(name, {}).get(family) for name in names]
-            points = tuple(None if cell is None else (cell["success"], *cell["interval"]) for cell in cells)
+            points = tuple(None if one is None else (one["success"], *one["interval"]) for one in cells)
             lines.append(Line(way, points))
         panels.append(Panel(family, axis, tuple(lines)))
-    return svg(panels, 3, "prune_after")
-
-
-def markdown(made: dict[str, Any], plot: str) -> str:
-    """The page `docs/pruning.md`."""
-    conditions = made["conditions"]
-    parts = [HEAD.format(plot=plot, n=conditions["none"]["chase"]["n"])]
-    for family in ("all", *FAMILIES):
-        parts.append(f"\n### {family}\n\n{TABLE}")
-        for name, rows in conditions.items():
-            if family in rows:
-                parts.append(_row(name.replace("_", " ").replace("in place", "in_place"), rows[family]))
-    parts.append(ONCE)
-    for row in made["once"]:
-        cells = [_share(row[key]) if row[key] else "-" for key in ("gone", "kept")]
-        parts.append(f"| {'none' if row['prune_after'] is None else row['prune_after']} | {cells[0]} | {cells[1]} |\n")
-    return "".join(parts)
-
-
-def _row(name: str, cell: dict[str, Any]) -> str:
-    freed = cell["freed"] / max(1.0, cell["tokens"])
-    return f"| {name} | {_share(cell)} | {cell['freed']:.0f} of {cell['tokens']:.0f} ({freed:.0%}) | {cell['rereads']:.2f} |\n"
-
-
-def _share(cell: dict[str, Any]) -> str:
-    low, high = cell["interval"]
-    return f"{cell['success']:.1%} ({low:.1%} to {high:.1%})"
+    return svg(panels, 3, "prune_after", "tasks solved; bars are 95 % intervals")
 
 
 def write(folder: Path, page: Path) -> dict[str, Any]:
@@ -94,31 +131,3 @@ def write(folder: Path, page: Path) -> dict[str, Any]:
     page.with_suffix(".svg").write_text(chart(made), encoding="utf-8")
     page.with_suffix(".json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
     return made
-
-
-HEAD = """# What pruning costs
-
-`micro` plays tasks of the agent world with dense KV, greedily, and the world judges real files. Every tool result is pruned
-when its age reaches `prune_after` (section 6 of design.md). Three ways: `in_place drop` (the body's KV goes, later KV has
-read it), `in_place edges` (its first and last 128 tokens stay), `rebuild` (a placeholder stands in the body and what follows
-is computed anew). {n} seeds a family and condition, tasks of 2,048 to 8,192 bytes, Wilson intervals of 95 %.
-
-Made by `agentkv bench pruning --out FOLDER --doc docs/pruning.md`; the figures are in pruning.json.
-
-![success by lag]({plot})
-
-A task can only be solved while what it needs is in view: `once` and `join` need a result that cannot be had again, `again`
-can run its command again (a re-read), `chase` needs nothing but the latest result. `freed` counts the tokens whose KV went.
-"""
-TABLE = """| pruning | success | freed of a task's tokens | re-reads a task |
-|---|---|---|---|
-"""
-ONCE = """
-## The control
-
-Family once with `rebuild`, all lags: tasks whose one-time result is gone when it is needed (`prune_after` at most the number
-of results between it and the file that names what is wanted), and those where it is still there.
-
-| prune_after | gone when needed | in view |
-|---|---|---|
-"""

@@ -456,7 +456,7 @@ class StepOutput:
 @dataclass(frozen=True, slots=True)
 class ChainInfo:
     """What is held for a chain. bytes_unique return to the pool when the chain is closed. warm_tokens: slots of its copy in
-    host memory."""
+    host memory. evicted_tokens: what seals have let go of, not counting prunes."""
 
     chain_id: str
     logical_length: int
@@ -466,3 +466,4 @@ class ChainInfo:
     busy: bool
     checkpoints: tuple[int, ...]
     warm_tokens: int = 0
+    evicted_tokens: int = 0

@@ -135,7 +135,7 @@ class LLM:
         seq = Sequence(next(self._ids), request, prompt, len(prompt), max_tokens, seed)
         if request.timeout is not None:
             seq.deadline = self._clock() + request.timeout
-        equip(seq, self.runner.vocab_size, self.config.lookup)
+        equip(seq, self.runner.vocab_size, self.config.lookup if self.pools.forms[request.form].truncates else 0)
         seq.leader = leader_of(request)
         self.chains.open(request, seq)
         self._open[seq.seq_id] = seq
@@ -254,6 +254,7 @@ class LLM:
             bytes_unique=self.pools.bytes(self.chains.unique_units(chain)),
             busy=chain.active is not None,
             checkpoints=tuple(checkpoint.length for checkpoint in chain.checkpoints),
+            evicted_tokens=chain.state.evicted if chain.state is not None else 0,
             warm_tokens=chain.warm.length if chain.warm is not None and not chain.warm.lost else 0,
         )
 

@@ -27,7 +27,9 @@ class SealedUnits:
             raise EngineFault(f"{served.method.fingerprint} seals into states of its own, not into K and V")
         self.layout = layout = served.layout
         self.by_head = layout.granularity == "head"
-        self._pages = pages
+        layers = 1 if self.by_head else layout.num_layers
+        elements = pages.elements(pages.dtype)
+        self._kv = [elements.as_strided(*layout.strides(layer, pages.num_granules)) for layer in range(layers)]
         rows = pages.num_granules - pages.groups[served.payload].stripe_bytes // GRANULE + 1
         dims = (layout.page_size,) if self.by_head else (layout.num_layers, layout.num_kv_heads, layout.page_size)
         inner = (1,) if self.by_head else (layout.num_kv_heads * layout.page_size, layout.page_size, 1)
@@ -37,7 +39,7 @@ class SealedUnits:
 
     def kv(self, layer: int) -> Tensor:
         """`[num_granules, num_kv_heads, 2, page_size, head_dim]` of stripes; of head pages one head, whatever the layer."""
-        return self._pages.elements(self._pages.dtype).as_strided(*self.layout.strides(layer, self._pages.num_granules))
+        return self._kv[0 if self.by_head else layer]
 
     def pages_of(self, lens: Tensor) -> tuple[Tensor, Tensor]:
         """Of lens `[..., num_layers, num_kv_heads]`: pages of each head, and where they begin among a sequence's head pages,

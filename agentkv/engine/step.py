@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, chain, groupby
 
 import torch
@@ -92,12 +93,15 @@ class Stage:
         batches = tuple(part.batch(packed, packed[positions]) for part in parts)
         return Step(works, tuple(order), packed[token_ids], packed[positions], batches, draws, packed[ends])
 
-    def places(self, form: int) -> tuple[dict[str, tuple[Tensor, int]], tuple[int, ...]]:
-        """The form's tail states by name, and the places of the layers, both counted among its groups."""
-        served = self.served[form]
-        place = {group: index for index, group in enumerate(served.form.groups)}
-        states = {name: (self.pages.state(group), place[group]) for name, group in served.tail.items()}
-        return states, tuple(place[group] for group in self.group_of) if served.method.stores else ()
+    @cached_property
+    def places(self) -> tuple[tuple[dict[str, tuple[Tensor, int]], tuple[int, ...]], ...]:
+        """By form its tail states by name, and the places of the layers, both counted among its groups."""
+        found = []
+        for served in self.served:
+            place = {group: index for index, group in enumerate(served.form.groups)}
+            states = {name: (self.pages.state(group), place[group]) for name, group in served.tail.items()}
+            found.append((states, tuple(place[group] for group in self.group_of) if served.method.stores else ()))
+        return tuple(found)
 
     def fill(self, form: int, entries: Tensor, into: dict[str, Tensor]) -> PageFill:
         """Pages of KV whose page state is to be made; see PageFill."""
@@ -124,7 +128,7 @@ class _Part:
 
     def batch(self, packed: Packed, positions: Tensor) -> DeviceBatch:
         """positions: of the whole step."""
-        states, group_of = self.stage.places(self.form)
+        states, group_of = self.stage.places[self.form]
         rows, owners = packed[self._rows], packed[self._owners]
         groups = (
             self._group_rows(index, [packed[key] for key in keys], rows, owners)

@@ -40,15 +40,16 @@ def play_with_transformers(
     family: str | None = None,
     followups: bool = False,
     dialect: Dialect = NATIVE,
+    drawn: list[list[int]] | None = None,
 ) -> bool:
     """The world's verdict after the model's own greedy commands on one evaluation seed.
 
-    With `followups`, every follow-up question must be answered rightly as well.
+    With `followups`, every follow-up question must be answered rightly as well. `drawn` takes the token ids of each turn.
     """
     tokenizer, model = _load(str(model_dir), device, dtype)
     task = make_task(seed, family, max_bytes, dialect=dialect)
     with World(task, dialect) as world:
-        talk = _Talk(tokenizer, model, world)
+        talk = _Talk(tokenizer, model, world, [] if drawn is None else drawn)
         talk.user(world.prompt)
         for _ in range(max_turns):
             body = answer_of(talk.turn(), world)
@@ -87,10 +88,10 @@ def answer_of(text: str, world: World) -> str | None:
 class _Talk:
     """One conversation: template text in, greedy turns out, with transformers' own cache."""
 
-    def __init__(self, tokenizer: Any, model: Any, world: World) -> None:
+    def __init__(self, tokenizer: Any, model: Any, world: World, drawn: list[list[int]]) -> None:
         from transformers import DynamicCache
 
-        self.tokenizer, self.model = tokenizer, model
+        self.tokenizer, self.model, self.drawn = tokenizer, model, drawn
         self.tools = list(world.dialect.tools)
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": world.dialect.system}]
         self.cache = DynamicCache(config=model.config)
@@ -119,6 +120,7 @@ class _Talk:
                 pad_token_id=self.end,
             )
         made = out[0, ids.shape[1] :].tolist()
+        self.drawn.append(made)
         text = str(self.tokenizer.decode([i for i in made if i != self.end]))
         self.messages.append({"role": "assistant", "content": text})
         return text

@@ -71,18 +71,9 @@ def _freed(task: Task, lag: int) -> int:
 
 
 @pytest.mark.slow
-def test_the_same_verdicts_through_transformers_in_all_families_and_dialects() -> None:
-    for number, name in enumerate(DIALECTS):
-        seed = 2100 + number
-        ours = run_world(seeds=[seed], families=list(FAMILIES), dialect=name, concurrency=2)["results"]
-        for row in ours:
-            theirs = play_with_transformers(model_path("micro"), seed, family=row["family"], dialect=DIALECTS[name])
-            assert row["solved"] == theirs, row
-
-
-@pytest.mark.slow
-def test_the_same_verdicts_through_transformers() -> None:
-    seeds = range(2000, 2020)
+@pytest.mark.parametrize("first", range(2000, 2020, 4))
+def test_the_same_verdicts_through_transformers(first: int) -> None:
+    seeds = range(first, first + 4)
     ours = {row["seed"]: row["solved"] for row in run_world(seeds=seeds, concurrency=2)["results"]}
     theirs = {seed: play_with_transformers(model_path("micro"), seed) for seed in seeds}
     assert ours == theirs

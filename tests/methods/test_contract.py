@@ -218,6 +218,21 @@ def test_a_seal_outside_what_is_held_is_a_fault_of_the_method(loaded: LoadedMode
 
 
 @dataclass(frozen=True)
+class Counted(Timed):
+    """With state that is rewritten, so that no unit of it may be shared by an old and a new sealed part."""
+
+    def states(self, model: ModelShape) -> tuple[StateSpec, ...]:
+        return tuple(StateSpec(kind, "slot", "int32", kind, (2, 2, SLOT), "both") for kind in ("append", "mutable"))  # type: ignore[arg-type]
+
+
+def test_units_that_are_rewritten_are_never_taken_over(loaded: LoadedModel) -> None:
+    (form,) = runner_of(loaded, Counted()).forms
+    assert (form.groups, form.sealed, form.mutable) == ((0, 1, 2), (3, 4, 5, 6), {2, 6})
+    assert form.seal is not None
+    assert form.seal(Held(38, 28, 10, 28, False)) == Seal(36, 36, (3, 1, 3, 3), (1, 0, 1, 0))
+
+
+@dataclass(frozen=True)
 class ByHead(Timed):
     mean: int = 0
     seals_into: ClassVar[Literal["stripe", "head", "states"] | None] = "head"

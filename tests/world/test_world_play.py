@@ -4,9 +4,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
+from torch.nn import functional as F
 
 import agentkv
-from agentkv.world import masked_play
+from agentkv.world import masked_play, micro_model
 from agentkv.world.dialect import DIALECTS
 from agentkv.world.env import World
 from agentkv.world.reference_play import answer_of, call_of, play_with_transformers
@@ -41,6 +43,16 @@ def test_calls_are_read_and_run():
             text.replace('{"command": "ls"}', "[1]"),
         ):
             assert answer_of(bad, world) is None
+
+
+def test_attention_may_be_laid_out_as_on_a_gpu(monkeypatch):
+    """There its output is contiguous with heads behind tokens; the next token does not depend on that."""
+    model, text = micro_model.load(FOLDER), [list(b"code of kqz?"), list(b"kqz 4117")]
+    plain = masked_play.Player(model, 2, 64, None).feed(text)
+    attend = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *of: attend(*of).transpose(1, 2).contiguous().transpose(1, 2))
+    assert not F.scaled_dot_product_attention(*[torch.ones(2, 2, 3, 4)] * 3).is_contiguous()
+    assert masked_play.Player(model, 2, 64, None).feed(text) == plain
 
 
 def test_a_short_window_hides_what_the_whole_one_finds():

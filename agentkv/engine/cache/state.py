@@ -118,6 +118,11 @@ class KVState:
         return self.slots + size(clip(self.runs, self.floor, self.logical_length))
 
     @property
+    def evicted(self) -> int:
+        """Tokens that were not pruned and have no slot in a full layer and head any more, at least."""
+        return self.length - self.resident
+
+    @property
     def units(self) -> Units:
         """How many units it holds."""
         return Units.of(len(holding.units) for holding in self.holdings)
