@@ -60,6 +60,11 @@ def _attend_decodes(q: Tensor, part: Part, batch: DeviceBatch, scale: float) -> 
 
 def _attend_chunks(q: Tensor, part: Part, batch: DeviceBatch, scale: float) -> Attended:
     """Row by row: a chunk is long enough to fill the device by itself."""
+    if q.device.type == "cuda" and part.table.starts is None:
+        from agentkv.kernels.paged_prefill import serves as serves_chunks  # needs triton, see above
+
+        if serves_chunks(q, part.payload.pages):
+            return _attend_whole_chunks(q, part, batch, scale)
     out = torch.empty_like(q)
     lses: list[Tensor | None] = []
     for span, slots, starts in zip(batch.rows, part.table.chunk_plan, part.table.chunk_starts, strict=True):
@@ -68,3 +73,15 @@ def _attend_chunks(q: Tensor, part: Part, batch: DeviceBatch, scale: float) -> A
         lses.append(lse)
     known = [lse for lse in lses if lse is not None]
     return Attended(out, torch.cat(known) if len(known) == len(lses) else None)
+
+
+def _attend_whole_chunks(q: Tensor, part: Part, batch: DeviceBatch, scale: float) -> Attended:
+    """The same on a GPU, where every token sees all before it."""
+    from agentkv.kernels.paged_prefill import paged_prefill
+
+    table = part.table
+    done = [
+        paged_prefill(q[span.start : span.end], part.payload.pages, table.entries[row], length, scale)
+        for span, row, length in zip(batch.rows, table.host_rows, table.host_lens, strict=True)
+    ]
+    return Attended(torch.cat([out for out, _ in done]), torch.cat([lse for _, lse in done]))
