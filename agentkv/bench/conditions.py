@@ -17,7 +17,7 @@ import torch
 from agentkv.engine.devices import cpu_kernels
 from agentkv.engine.loader import LoadedModel
 
-LIBRARIES = ("agentkv", "torch", "transformers", "triton", "vllm")
+LIBRARIES = ("agentkv", "torch", "transformers", "triton", "vllm", "flashinfer-python")
 
 
 def load() -> float:
