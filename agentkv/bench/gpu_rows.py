@@ -121,7 +121,7 @@ class Row:
 def small(shape: Shape) -> Shape:
     """The shape for an interpreter: lengths over 1,024, 8 heads at most, heads of 16."""
     heads = shape.num_heads // shape.num_kv_heads
-    lens = tuple(max(PAGE + 1, length // 1024) for length in shape.lens[:3])
+    lens = tuple(max(PAGE + 1, length // 1024) for length in shape.lens[:2])
     return shape._replace(lens=lens, num_heads=heads, num_kv_heads=1, head_dim=16)
 
 

@@ -15,12 +15,14 @@ import torch
 
 from agentkv.bench import gpu
 from agentkv.bench.decode_step import Step
+from agentkv.bench.dequant_rows import drawn_pages, layout_of
 from agentkv.bench.gpu_rows import Measured, Rig, Row, layers_of
 from agentkv.bench.paged_shapes import SHAPES, Shape, draw
 from agentkv.bench.prefill_row import attention_flops
 from agentkv.bench.prefill_run import prompt_flops
 from agentkv.bench.shapes import draw_model
 from agentkv.errors import BadRequest
+from agentkv.kernels.quantized_pages import read_pages
 
 CPU = torch.device("cpu")
 
@@ -98,6 +100,18 @@ def test_drawn_pages_are_all_different(granularity: Any) -> None:
                 seen |= {pages[entry, head].data_ptr() for entry in entries}
                 assert all(bool(pages[entry, head].isfinite().all()) for entry in entries)
     assert len(seen) == 3 * 2 * 5
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_drawn_quantised_pages_are_finite(bits: int) -> None:
+    shape = Shape("", (40, 17), 4, 2, 0.5, head_dim=16)
+    pages, table = drawn_pages(shape, layout_of(shape, bits), CPU)
+    seen = [*table[0, :2].tolist(), table[1, 0].item()]
+    assert len(set(seen)) == 3
+    k, v = read_pages(pages, torch.tensor(seen))
+    assert k.isfinite().all()
+    assert v.isfinite().all()
+    assert v.std() > 0.01
 
 
 def test_no_layer_of_a_replay_finds_its_bytes_in_a_cache() -> None:
