@@ -60,7 +60,7 @@ def scheduled_ways(best: Setting, merges: Sequence[Merge] = MERGES) -> list[Sett
     """The second round."""
     return [
         best._replace(programs=programs, few=few, most=most, long=long, merge=merge)
-        for (few, most, long), programs, merge in product(CUTS, PROGRAMS, merges)
+        for merge, (few, most, long), programs in product(merges, CUTS, PROGRAMS)
     ]
 
 
