@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 
@@ -10,7 +11,8 @@ def line(row: dict[str, Any]) -> str:
     """One row: what was reached, what was wanted, what the peer took."""
     if "error" in row:
         return f"{row['name']:60} failed: {row['error'][:200]}"
-    sign, verdict = ("<=" if row["at_most"] else ">="), ("met" if row["met"] else "NOT MET")
+    sign = "<=" if row["at_most"] else ">="
+    verdict = "met" if row["met"] else "met, but for a peer's gain" if row["value_met"] else "NOT MET"
     text = f"{row['name']:60} {row['median_us']:10.1f} us {row['value']:8.3f} {row['unit']}, wanted {sign} {row['target']:g}"
     if row["gain"] is not None:
         wanted = f", wanted {row['gain_target']:g}" if row["gain_target"] else ""
@@ -18,6 +20,9 @@ def line(row: dict[str, Any]) -> str:
     for name, way in row.get("ways", {}).items():
         shown = f"{way['tflop_per_s']:.0f} TFLOP/s, first call {way['first_ms']:.0f} ms" if "us" in way else way["error"][:120]
         text += f"\n    {name}: {shown}"
+    for name, found in row.get("maps", {}).items():
+        library, ours = median(found["library_us"]), median(found["ours_us"])
+        text += f"\n    {name}: torch {library:.1f} us, ours {ours:.1f} us with tiles {found['best']}"
     if "eager_median_us" in row:
         text += f"\n    {row['how']}; eager {row['eager_median_us']:.0f} us; bytes {row['bytes_us']:.0f} us"
         text += f"; {row['why_no_graph'][:200]}" if "why_no_graph" in row else ""

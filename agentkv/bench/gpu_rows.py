@@ -98,9 +98,8 @@ class Row:
 
     def judged(self, measured: Measured) -> dict[str, Any]:
         """The row as JSON."""
-        met = measured.value <= self.target if self.at_most else measured.value >= self.target
-        if self.gain is not None:
-            met = met and measured.gain is not None and measured.gain >= self.gain
+        reached = measured.value <= self.target if self.at_most else measured.value >= self.target
+        met = reached and (self.gain is None or (measured.gain is not None and measured.gain >= self.gain))
         return {
             "name": self.name,
             "unit": self.unit,
@@ -108,6 +107,7 @@ class Row:
             "target": self.target,
             "at_most": self.at_most,
             "met": met,
+            "value_met": reached,
             "us": measured.us,
             "median_us": median(measured.us),
             "ceiling": {"value": measured.ceiling, "unit": measured.ceiling_unit},
