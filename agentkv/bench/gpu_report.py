@@ -43,10 +43,10 @@ def plot(result: dict[str, Any], path: Path) -> bool:
     FigureCanvasAgg(figure)
     panel = figure.subplots()
     reached = [row["target"] / row["value"] if row["at_most"] else row["value"] / row["target"] for row in rows]
-    colours = ["tab:blue" if row["met"] else "tab:orange" for row in rows]
+    colours = ["lightskyblue" if row["met"] else "sandybrown" for row in rows]
     panel.barh([row["name"] for row in rows], reached, color=colours)
     for place, row in enumerate(rows):
-        panel.text(0.02, place, f"{row['value']:.2f} {row['unit']}", va="center", fontsize=7, color="white")
+        panel.text(0.02, place, f"{row['value']:.2f} {row['unit']}", va="center", fontsize=7)
     panel.axvline(1.0, color="black", linewidth=1)
     panel.invert_yaxis()
     panel.tick_params(labelsize=7)
