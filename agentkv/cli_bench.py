@@ -210,6 +210,28 @@ def kernels(
         typer.echo(json.dumps(result))
 
 
+@app.command("gpu")
+def gpu(
+    out: Annotated[Path, typer.Option(help="Folder of gpu.json and gpu.png; rows that it has are kept, so a run goes on.")],
+    minutes: Annotated[float, typer.Option(help="Begin no row after that.")] = 8.0,
+    rows: Annotated[str, typer.Option(help="Parts of names, between semicolons: measure these again, and no others.")] = "",
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each.")] = 20,
+    peers: Annotated[
+        bool, typer.Option(help="Also measure what else is installed: FlashInfer builds its kernels first.")
+    ] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Every line of speed on an NVIDIA GPU, as ratios to the rates of copies and products of the same run."""
+    from agentkv.bench.gpu import run_gpu
+    from agentkv.bench.gpu_report import plot as draw
+
+    tell = None if as_json else typer.echo
+    result = run_gpu(out=out, minutes=minutes, rows=rows, repeats=repeats, peers=peers, tell=tell)
+    draw(result, out / "gpu.png")
+    if as_json:
+        typer.echo(json.dumps(result))
+
+
 @app.command("lookup")
 def lookup(
     seeds: Annotated[str, typer.Option(help="Seeds of the agent world: '7,8,9' or '0-5'.")] = "0-5",

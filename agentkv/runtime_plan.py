@@ -9,8 +9,9 @@ from agentkv import methods
 from agentkv.dialogue import Message
 from agentkv.engine.core import EngineConfig, Group, KVGroup
 from agentkv.engine.devices import usable_device, usable_memory
+from agentkv.engine.forms import serve
 from agentkv.engine.loader import LoadedModel
-from agentkv.engine.sizing import gib, groups_of, plan_memory
+from agentkv.engine.sizing import gib, plan_memory
 from agentkv.engine.sparse import SparseMethod
 from agentkv.engine.survey import longest_session, session_bytes, survey_model, try_step
 from agentkv.engine.tokenizer import Tokenizer
@@ -95,22 +96,26 @@ def _by_method(loaded: LoadedModel, config: EngineConfig, found: Findings) -> li
     if weights >= usable:
         raise BadModel(f"the weights take {gib(weights)}, {loaded.device} has {gib(usable)}", hint=_SMALLER)
     rows = []
+    step = try_step(loaded, config, SparseMethod())
     for name in methods.NAMES:
         with found.looking_at(f"method {name}"):
-            rows.append({"method": name, **_row(loaded, config, methods.get(name), f"method {name}", found)})
+            rows.append({"method": name, **_row(loaded, config, methods.get(name), f"method {name}", step, found)})
     return rows
 
 
-def _row(loaded: LoadedModel, config: EngineConfig, method: SparseMethod, part: str, found: Findings) -> dict[str, Any]:
-    """step_bytes None: not tried. tokens_that_fit: in any number of sessions, if every group holds every one of them."""
-    groups = groups_of(loaded, config, method)
-    step = try_step(loaded, config, method)
-    whole = session_bytes(groups, config, config.window)
+def _row(
+    loaded: LoadedModel, config: EngineConfig, method: SparseMethod, part: str, step: int | None, found: Findings
+) -> dict[str, Any]:
+    """step: bytes of the largest steps with full attention, None where that was not tried. tokens_that_fit: in any number of
+    sessions, if every group holds every one of them."""
+    groups, (served,) = serve(loaded, config, (method,))
+    form = served.form
+    whole = session_bytes(groups, config, config.window, (form,))
     row: dict[str, Any] = {
         "exactness": method.exactness,
         "reuse": method.reuse,
         "groups": [_group(group) for group in groups],
-        "kv_bytes_per_token": sum(group.token_bytes for group in groups),
+        "kv_bytes_per_token": sum(groups[index].token_bytes for index in form.groups),
         "step_bytes": step,
         "session_bytes": whole,
     }
@@ -125,7 +130,7 @@ def _row(loaded: LoadedModel, config: EngineConfig, method: SparseMethod, part: 
             f"{gib(usable_memory(loaded.device))} of {loaded.device}",
             hint=f"memory={left} or less" if left > 0 else _SMALLER,
         )
-    longest = longest_session(groups, config, arena)
+    longest = longest_session(groups, config, arena, (form,))
     if longest < config.window:
         found.problem(
             part,
@@ -133,7 +138,7 @@ def _row(loaded: LoadedModel, config: EngineConfig, method: SparseMethod, part: 
             f"{gib(arena)}: requests past {longest:,} tokens will be refused",
             f"Open it with memory={whole} or more" + (f", or with window={longest}" if longest else ""),
         )
-    stripe = sum(group.stripe_bytes for group in groups)
+    stripe = sum(groups[index].stripe_bytes for index in form.groups)
     return row | {
         "arena_bytes": arena,
         "tokens_that_fit": arena // stripe * config.page_size,

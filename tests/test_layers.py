@@ -45,7 +45,7 @@ DOORS = {
     "matplotlib": {"bench"},
     "gguf": {"engine/gguf"},
     "llguidance": {"engine/grammar"},
-    "flashinfer": {"engine/attention"},
+    "flashinfer": {"engine/attention", "bench"},
     "torch": {"engine", "kernels", "methods", "world", "bench"},
     "triton": {"kernels"},
     "typer": {"cli"},

@@ -18,6 +18,20 @@ def attend_own(
     """out, and lse where it is asked or costs nothing, over the part that ends with the chunks' own tokens."""
     if part.bias is not None:
         raise TypeError("a bias on the part that holds a chunk's own tokens: in prefill only earlier parts have one")
+    if q.device.type == "cuda" and table.starts is None and isinstance(part.payload, PagedKV):
+        from agentkv.kernels.paged_prefill import paged_prefill, serves  # needs triton, which a CPU-only platform may lack
+
+        if serves(q, part.payload.pages):
+            pages, rows = part.payload.pages, zip(batch.rows, table.host_rows, table.host_lens, strict=True)
+            done = [paged_prefill(q[s.start : s.end], pages, table.entries[row], length, scale) for s, row, length in rows]
+            return torch.cat([each for each, _ in done]), torch.cat([each for _, each in done])
+    return _attend_own_rows(q, part, table, batch, scale, lse)
+
+
+def _attend_own_rows(
+    q: Tensor, part: Part, table: RowTable, batch: DeviceBatch, scale: float, lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The same with every device, dtype and window."""
     out = torch.empty_like(q)
     lses: list[Tensor] = []
     for index, (span, starts) in enumerate(zip(batch.rows, table.chunk_starts, strict=True)):

@@ -74,16 +74,16 @@ class ModelRunner:
         if not batch.rows:
             return []
         with self._threads(batch):
-            step = self._stage.step(batch)
-            hidden = self._forward(step)
+            step = self.prepare(batch)
+            hidden = self.forward(step)
             return self._sample(step, hidden)
 
     @torch.inference_mode()
     def logits(self, batch: Batch) -> Tensor:
         """Forward the batch without sampling: logits of every token `[num_tokens, vocab_size]`, in the batch's order."""
         self.pages.update_tables(batch.table_updates)
-        step = self._stage.step(batch)
-        scores = self.loaded.model.logits(self._forward(step))
+        step = self.prepare(batch)
+        scores = self.loaded.model.logits(self.forward(step))
         by_row = dict(zip(step.order, torch.split(scores, [len(work.tokens) for work in step.works]), strict=True))
         return torch.cat([by_row[index] for index in range(len(batch.rows))])
 
@@ -154,7 +154,11 @@ class ModelRunner:
         finally:
             torch.set_num_threads(before)
 
-    def _forward(self, step: Step) -> Tensor:
+    def prepare(self, batch: Batch) -> Step:
+        """Order the rows and carry the step's integers to the device."""
+        return self._stage.step(batch)
+
+    def forward(self, step: Step) -> Tensor:
         """Hidden states `[num_tokens, hidden_size]`, with the hooks called around and inside."""
         lifecycle = self.controller.lifecycle(step.batches)
         lifecycle.begin()
