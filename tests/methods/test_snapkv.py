@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 from evicted import Engine, prompt
+from hypothesis import given
+from hypothesis import strategies as st
 from recompute import probabilities
 from torch import Tensor
 from twin import Twin, same_as_reference
 
 from agentkv import methods
 from agentkv.engine.core import Request
+from agentkv.engine.form import Held
 from agentkv.errors import BadRequest
 from agentkv.types import Sampling
 
@@ -91,6 +94,28 @@ def test_others_in_the_step_change_nothing(folder: Path) -> None:
         beside.llm.add(Request(prompt(length, seed=length), Sampling(max_tokens=5)))
     found, wanted = beside.turn(prompt(90)), alone.turn(prompt(90))
     assert (found.sealed, found.tokens) == (wanted.sealed, wanted.tokens)
+
+
+@pytest.mark.parametrize("name", ["snapkv", "adakv"])
+@given(st.lists(st.tuples(st.integers(1, 90), st.integers(0, 30)), min_size=1, max_size=5))
+def test_the_host_promises_what_comes(name: str, turns: list[tuple[int, int]]) -> None:
+    """Turns of a chain in numbers: new tokens, and the answer that is forwarded."""
+    method = methods.get(name, capacity=40, window=8)
+    tokens = floor = slots = 0
+    for new, answer in turns:
+        tokens += new
+        most = method.most(tokens, tokens + answer)
+        held = Held(tokens, floor, tokens - floor, slots, True)
+        keep = method.keep(held)
+        assert (keep is None) is (tokens <= 40)
+        if keep is not None:
+            assert floor <= keep.floor == tokens - 8
+            assert keep.slots <= held.slots + held.tail
+            floor, slots = keep.floor, keep.slots
+        tokens += answer
+        assert tokens - floor <= most.tail
+        assert slots <= most.keep.slots
+        assert method.keep(Held(tokens, floor, tokens - floor, slots, False)) is None
 
 
 @pytest.mark.parametrize(
