@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from agentkv.engine.sparse import SparseMethod
 
 NAMES: dict[str, str] = {
+    "adakv": "agentkv.methods.adakv:AdaKV",
     "dense": "agentkv.methods.dense:Dense",
+    "snapkv": "agentkv.methods.snapkv:SnapKV",
+    "streamingllm": "agentkv.methods.streamingllm:StreamingLLM",
 }
 """Name -> "module:Class"."""
 

@@ -65,6 +65,21 @@ class RowTable:
     def _by_query(self) -> dict[tuple[tuple[int, ...], bool], RowTable]:
         return {}
 
+    def newest(self, slots: int) -> RowTable:
+        """Of rows with one token each, no more than the last `slots` slots (arXiv 2309.17453)."""
+        firsts = tuple(max(pair) for pair in zip(self.first_slots, (n - slots for n in self.host_lens), strict=True))
+        if firsts == self.first_slots:
+            return self
+        if slots not in self._newest:
+            starts = (self.lens - slots).clamp(min=0)
+            starts = starts if self.starts is None else torch.maximum(starts, self.starts)
+            self._newest[slots] = replace(self, starts=starts, host_starts=tuple((first,) for first in firsts))
+        return self._newest[slots]
+
+    @cached_property
+    def _newest(self) -> dict[int, RowTable]:
+        return {}
+
     def visible(self, num_kv_heads: int) -> tuple[HeadTable, tuple[int, ...]]:
         """Each row's slots from the page of its first visible one on, for one query a row, and how many slots of that page come
         before the visible one."""
