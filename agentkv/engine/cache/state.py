@@ -11,9 +11,10 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from agentkv.engine.cache.arena import ArenaFull
+from agentkv.engine.cache.extents import Slice
 from agentkv.engine.cache.holding import Growth, Holding, Shift, append_run
 from agentkv.engine.cache.intervals import clip, merged, normal_edits, size, subtract
 from agentkv.engine.cache.pools import KVPools, Pieces
@@ -231,11 +232,11 @@ class KVState:
 
     def hollow(self, later: KVState) -> None:
         """Let go of everything that `recut` can take from `later`."""
-        for mine, given in zip(self.holdings, self._given(later), strict=True):
+        for mine, given in zip(self.holdings, self.given(later), strict=True):
             if given:
                 mine.release()
 
-    def _given(self, later: KVState) -> list[bool]:
+    def given(self, later: KVState) -> list[bool]:
         """By group: are this state's slots a cut of the later one's?"""
         length = self.logical_length
         cut = self.form is later.form and self.form.reaches(later.sealed_at, later.logical_length, length)
@@ -249,7 +250,7 @@ class KVState:
         self._live()
         length = self.logical_length
         edits = normal_edits(later.edits, length + 1)
-        covered = self._given(later)
+        covered = self.given(later)
         if later.logical_length < length or (edits != self.edits and not all(covered)):
             return False
         for index, theirs in enumerate(later.holdings):
@@ -280,10 +281,23 @@ class KVState:
     def copy_units(self, intervals: Iterable[Interval]) -> Units:
         """Least `spare` that `remove` needs: pages held alone are used again as they are read, shared ones are not."""
         intervals = list(intervals)
-        again = bool(self.slots) and any(start < self.floor for start, _ in intervals)
+        again = self._rewrites(intervals)
         return Units.of(
             len(holding.units) * again if holding.pool.sealed else holding.copy_units(intervals) for holding in self.holdings
         )
+
+    def left_by(self, intervals: Iterable[Interval]) -> list[tuple[list[Slice], int]]:
+        """By group: what `remove` would go on holding of the present slices, and how many fresh units it would fill."""
+        intervals = list(intervals)
+        again = self._rewrites(intervals)
+        return [
+            ([], len(holding.units)) if again and holding.pool.sealed else holding.left_by(intervals)
+            for holding in self.holdings
+        ]
+
+    def _rewrites(self, removed: Iterable[Interval]) -> bool:
+        """Has the sealed part seen some of these?"""
+        return any(holding.units for holding in self.sealed) and any(start < self.floor for start, _ in removed)
 
     def remove(self, intervals: Iterable[Interval], spare: Units) -> Change:
         """Compaction: the slots of these logical tokens go, later ones move down; pages before the first stay as they are.
@@ -298,7 +312,7 @@ class KVState:
         self._live()
         removed = merged(clip(intervals, 0, self.logical_length))
         edits = normal_edits((*self.edits, Edit(self.logical_length + 1, tuple(removed))), self.logical_length + 1)
-        work = self._work(None, None, tuple(removed)) if self.slots and removed and removed[0][0] < self.floor else None
+        work = self._work(None, None, tuple(removed)) if self._rewrites(removed) else None
         shifts = [
             Shift(holding.next_page) if holding.pool.sealed else holding.remove(removed, units)
             for holding, units in zip(self.holdings, self._all(spare), strict=True)
@@ -309,7 +323,7 @@ class KVState:
             change.first_pages = tuple(
                 0 if holding.pool.sealed else first for holding, first in zip(self.holdings, change.first_pages, strict=True)
             )
-            change.moves.insert(0, work)
+            change.moves.append(work)  # as it was decided: its new units may lie where the tail's old ones did
         if self.form.paged:
             change.moves.append(self._pages_from(change))
         self.runs = subtract(self.runs, removed)
@@ -324,6 +338,8 @@ class KVState:
         before anything else touches the device's memory.
         """
         self._live()
+        slots = min(seal.slots, self.slots + size(clip(self.runs, self.floor, seal.floor)))  # pruned tokens leave none
+        seal = replace(seal, slots=slots) if slots else Seal(seal.floor, 0, (0,) * len(seal.units))
         keeps = seal.keeps or (0,) * len(seal.units)
         fresh = self._by_sealed(units - keep for units, keep in zip(seal.units, keeps, strict=True))
         if not self.pools.at_hand(fresh):
@@ -365,7 +381,7 @@ class KVState:
         if slots < self.slots and self.form.shrinks:
             self.slots = slots
             for holding in self.sealed:
-                if not holding.pool.whole:
+                if not (holding.pool.whole and slots):
                     pages = holding.pool.pages(slots)
                     holding.keep(pages * holding.pool.page_size)
 
