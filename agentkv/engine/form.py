@@ -60,7 +60,8 @@ class Form:
 
     All are pure functions: seal(held): the seal that is due, or None. bound(prompt, tokens): the most that is held after the
     seal of a prompt of so many tokens until there are `tokens`. replay(held, token_ids): runs of tokens that are forwarded
-    behind the prompt before its seal, each for itself, their KV taken back; replay_most: most tokens of one.
+    behind the prompt before its seal, each for itself, their KV taken back; replay_most: most tokens of one. looks_back: so
+    many of a prompt's newest queries are kept with its row for the seal.
     """
 
     groups: tuple[int, ...]
@@ -76,6 +77,7 @@ class Form:
     bound: Callable[[int, int], Bound] | None = None
     replay: Callable[[Held, Sequence[int]], tuple[tuple[int, ...], ...]] | None = None
     replay_most: int = 0
+    looks_back: int = 0
 
     @property
     def seals(self) -> bool:

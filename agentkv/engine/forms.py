@@ -126,6 +126,7 @@ def _serve(
         bound=bound,
         replay=method.replay if method.replay_most else None,
         replay_most=method.replay_most,
+        looks_back=method.needs.query_window,
     )
     return Served(method, form, shape, specs, tail, sealed, layout, payload, lens, page_states)
 

@@ -256,9 +256,11 @@ class Scheduler:
     def _preempt(self, seq: Sequence, by: Sequence) -> None:
         """Its row and reservation go to others; its state is parked."""
         self._stop_replay(seq)
+        seq.computed = seq.num_forwarded
+        self._look_again(seq)
         self._leave_row(seq)
         self._unshare(seq)
-        seq.status, seq.computed = Status.WAITING, seq.num_forwarded
+        seq.status = Status.WAITING
         seq.preemptions += 1
         self.waiting.add(seq)
         self.tally.preemptions += 1
@@ -384,6 +386,17 @@ class Scheduler:
             seq.replayed = 0
             seq.reserved_units = (seq.reserved_units + (held - seq.state.units)).least(seq.peak_units)
             self._unsettled = True
+
+    def _look_again(self, seq: Sequence) -> None:
+        """Queries stay with the row: whoever loses it amid a prompt forwards those that its seal looks at once more."""
+        state = seq.state
+        if state is None or not seq.seal_at or not state.form.looks_back:
+            return
+        length = max(state.sealed_at, seq.num_forwarded - state.form.looks_back)
+        if length and state.usable(length) == length:
+            state.cut(length)
+        else:
+            self._drop_state(seq)
 
     def _replay(self, batch: Batch, seq: Sequence, count: int) -> None:
         assert seq.state is not None
