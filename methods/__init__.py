@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 NAMES: dict[str, str] = {
     "dense": "agentkv.methods.dense:Dense",
+    "h2o": "agentkv.methods.h2o:H2O",
+    "kvzip": "agentkv.methods.kvzip:KVzip",
 }
 """Name -> "module:Class"."""
 

@@ -45,6 +45,7 @@ def model_shape(loaded: LoadedModel, page_size: int) -> ModelShape:
         hidden_size=c.hidden_size,
         dtype=str(loaded.dtype).removeprefix("torch."),
         page_size=page_size,
+        scale=c.attention_scale or c.head_dim**-0.5,
         windowed=any(window is not None for window in c.sliding),
         fingerprint=loaded.fingerprint,
     )
@@ -162,7 +163,7 @@ def _sealing(
         counts = [-(-keep.slots // group.page_size) for group in groups]
         if layout is not None and by_head:
             heads = layout.num_layers * layout.num_kv_heads
-            rounded = (keep.total + heads * (layout.page_size - 1)) // layout.page_size if keep.total else counts[0] * heads
+            rounded = heads * (keep.mean + layout.page_size - 1) // layout.page_size if keep.mean else counts[0] * heads
             counts[0] = min(rounded, counts[0] * heads)
         return tuple(counts)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from heapq import heapify, heappop, heappush
 
-from agentkv.engine.cache.intervals import edits_to_apply, normal_edits
+from agentkv.engine.cache.intervals import clip, edits_to_apply, normal_edits
 from agentkv.engine.cache.state import Change
 from agentkv.engine.cache.tiers import Warm
 from agentkv.engine.core import Batch, EngineConfig, RowWork, Sequence, Status
@@ -341,10 +341,13 @@ class Scheduler:
     def _replays_done(self, seq: Sequence) -> bool:
         assert seq.state is not None
         if seq.replays is None:
-            replay, ids = seq.state.form.replay, seq.token_ids[: seq.seal_at]
+            replay, kept = seq.state.form.replay, clip(seq.state.runs, seq.state.floor, seq.seal_at)
+            ids = [token for start, end in kept for token in seq.token_ids[start:end]]
             seq.replays = [run for run in replay(seq.state.held(True), ids) if run] if replay is not None else []
+            seq.run = 0
         elif seq.replays and seq.replayed == len(seq.replays[0]):
             seq.replays.pop(0)
+            seq.run += 1
             self._stop_replay(seq)
         return not seq.replays
 
@@ -362,7 +365,8 @@ class Scheduler:
         assert seq.replays
         tokens = list(seq.replays[0][seq.replayed : seq.replayed + count])
         if tokens:
-            self._append(batch, seq, tokens, seq.state.logical_length, replay=True)
+            work = self._append(batch, seq, tokens, seq.state.logical_length, replay=True)
+            work.run, work.run_from = seq.run, seq.replayed
             seq.replayed += count
             seq.num_prefilled_tokens += count
 

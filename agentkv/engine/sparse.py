@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What a method may know of a model. dtype: of K and V. page_size: slots of a page of KV. windowed: has it layers that see
-    a window only?"""
+    """What a method may know of a model. dtype: of K and V. page_size: slots of a page of KV. scale: of the scores before the
+    softmax. windowed: has it layers that see a window only?"""
 
     num_layers: int
     num_heads: int
@@ -38,6 +38,7 @@ class ModelShape:
     hidden_size: int
     dtype: str
     page_size: int
+    scale: float
     windowed: bool = False
     fingerprint: str = ""
 
@@ -90,13 +91,13 @@ class Needs:
 @dataclass(frozen=True, slots=True)
 class Keep:
     """What a seal is to leave, known on the host. floor: logical position from which tokens stay in the tail; slots: most slots
-    of the sealed part in a layer and head. total: most slots of all layers and heads together, where heads have pages of
-    their own (0: slots in each). appends: what is sealed already stays as it is, in front: only for a method that keeps the
-    same number of slots, `slots`, in every layer and head."""
+    of the sealed part in a layer and head. mean: most slots of a head on average over all layers and heads, where heads have
+    pages of their own (0: slots in each). appends: what is sealed already stays as it is, in front: only for a method that
+    keeps the same number of slots, `slots`, in every layer and head."""
 
     floor: int
     slots: int
-    total: int = 0
+    mean: int = 0
     appends: bool = False
 
 
@@ -209,7 +210,7 @@ class SparseMethod:
 
     def replay(self, held: Held, token_ids: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Tokens that are forwarded behind a prompt before its seal, each run for itself, to be looked at (`batch.replay`);
-        their KV is taken back. token_ids: the logical prompt."""
+        their KV is taken back. token_ids: of the tail."""
         return ()
 
     # -- in a step
