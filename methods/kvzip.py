@@ -137,7 +137,7 @@ class KVzip(SparseMethod):
             stop = min(first + self.chunk, prompt)
             keys, _ = gather_kv(batch.pages(layer), plan)
             chunk = keys[:, first:stop]
-            if lse is not None:
+            if self.softmax == "all" and lse is not None:
                 ends = torch.full((len(queries),), stop - first, dtype=torch.int32, device=q.device)
                 scores = received_mass(queries, chunk, lse[span.start : span.end], ends, batch.scale, reduce="max")
             else:
