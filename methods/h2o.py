@@ -12,7 +12,8 @@ from torch import Tensor
 from agentkv.engine.core import SLOT
 from agentkv.engine.form import Held
 from agentkv.engine.sparse import Keep, Kept, ModelShape, Most, Needs, Plain, Read, SparseMethod, StateSpec
-from agentkv.engine.view import AttentionView, DeviceBatch, HeadTable, PagedKV, Part, RowMass, Selection
+from agentkv.engine.view import AttentionView, DeviceBatch, PagedKV, Part, RowMass, Selection
+from agentkv.kernels.reference import probabilities
 from agentkv.kernels.top_positions import top_positions
 from agentkv.types import Exactness
 
@@ -114,7 +115,8 @@ class H2O(SparseMethod):
         assert mass is not None
         units, places = batch.state("score")
         for index, row in enumerate(mass):
-            received, slots = torch.cat([*([] if row.sealed is None else [row.sealed]), row.tail], 1), self._slots(batch, index)
+            received = row.tail if row.sealed is None else torch.cat([row.sealed, row.tail], 1)
+            slots = 0 if batch.sealed is None else batch.sealed.host_slots[index]
             if batch.sealed is not None and slots:
                 olds, lines = batch.sealed.state("score")
                 place = torch.arange(slots, device=received.device)
@@ -128,8 +130,7 @@ class H2O(SparseMethod):
             return
         (olds, lines), (units, places) = batch.sealed.state("score"), batch.state("score")
         lens = torch.stack([batch.sealed.lens(layer) for layer in range(units.shape[1])], 1)
-        for index in range(len(batch.rows)):
-            slots = self._slots(batch, index)
+        for index, slots in enumerate(batch.sealed.host_slots):
             if not slots:
                 continue
             heavy, recent = self._budget(0, slots)
@@ -157,23 +158,17 @@ class H2O(SparseMethod):
         return Kept(chosen.to(torch.int64), counts)
 
     def reference(self, plain: Plain, layer: int) -> Read:
-        """Query by query, key by key, in float64."""
-        q, k, v = (each[layer].double() for each in (plain.q, plain.k, plain.v))
-        count, num_kv_heads, _ = k.shape
-        group, (heavy, recent) = q.shape[1] // num_kv_heads, (self.heavy, self.recent)
+        """Scores query by query, sorted in Python."""
+        q, k, v = plain.q[layer], plain.k[layer], plain.v[layer]
+        given, heavy, recent = probabilities(q, k, plain.scale, range(1, len(k) + 1)), self.heavy, self.recent
         if isinstance(heavy, float):
-            heavy = max(1, int(heavy * count))
+            heavy = max(1, int(heavy * len(k)))
             recent = max(1, int(heavy * (self.recent / self.heavy)))
-        positions = []
-        for head in range(num_kv_heads):
-            scores = [0.0] * count
-            for i in range(count):
-                for member in range(head * group, head * group + group):
-                    given = torch.softmax(k[: i + 1, head] @ q[i, member] * plain.scale, 0).tolist()
-                    scores[: i + 1] = [score + more for score, more in zip(scores, given, strict=False)]
-            older = sorted(range(max(0, count - int(recent))), key=lambda at: (-scores[at], at))
-            positions.append(sorted(older[: int(heavy)]) + list(range(max(0, count - int(recent)), count)))
-        return Read(positions, *([each[at, head] for head, at in enumerate(positions)] for each in (k, v)))
+        first, positions = max(0, len(k) - int(recent)), []
+        for scores in given.sum(1).view(k.shape[1], -1, len(k)).sum(1).tolist():
+            best = sorted(range(first), key=lambda at, scores=scores: (-scores[at], at))  # type: ignore[misc]
+            positions.append([*sorted(best[: int(heavy)]), *range(first, len(k))])
+        return Read(positions, *([x[seen, head] for head, seen in enumerate(positions)] for x in (k, v)))
 
     def _budget(self, tokens: int, standing: int = 0) -> tuple[int, int]:
         """heavy and recent for so many tokens of a prompt. standing: slots that the last prompt's seal left."""
@@ -181,11 +176,6 @@ class H2O(SparseMethod):
             return self.heavy, int(self.recent)
         heavy = standing or max(1, int(tokens * self.heavy))
         return heavy, max(1, int(heavy * (self.recent / self.heavy)))
-
-    def _slots(self, batch: DeviceBatch, index: int) -> int:
-        """Most slots of a row's sealed part in a layer and head."""
-        table = batch.sealed.part(0).table if batch.sealed is not None else None
-        return table.bounds[index] if isinstance(table, HeadTable) else 0
 
 
 def _hiding(units: Tensor, lines: Tensor, layer: int) -> Tensor:

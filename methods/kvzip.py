@@ -17,6 +17,7 @@ from agentkv.engine.view import DeviceBatch, HeadTable, PagedKV, RowMass
 from agentkv.kernels.chunk_attention import gather_kv
 from agentkv.kernels.gather_slots import gather_heads
 from agentkv.kernels.received_mass import received_mass
+from agentkv.kernels.reference import probabilities
 from agentkv.kernels.replay_mass import replay_mass
 from agentkv.kernels.top_positions import top_positions
 from agentkv.types import Exactness
@@ -93,15 +94,13 @@ class KVzip(SparseMethod):
         if not held.prompt_end or self.keep_ratio == 1:
             return None
         slots = held.slots + held.tail
-        mean = min(slots, self._share(held.tokens))
-        return Keep(held.tokens, mean if self.scope == "token" else slots, mean)
+        return self._kept(held.tokens, slots, min(slots, self._share(held.tokens)))
 
     def most(self, prompt: int, tokens: int) -> Most:
-        """What `keep` leaves, and the answer."""
+        """What `keep` leaves, for a moment beside what an earlier prompt left, and the answer."""
         if self.keep_ratio == 1:
             return Most(tokens, Keep(0, 0))
-        mean = self._share(prompt)
-        return Most(tokens - prompt, Keep(prompt, mean if self.scope == "token" else prompt, mean))
+        return Most(tokens - prompt, self._kept(prompt, prompt, self._share(prompt)), again=True)
 
     @property
     def replay_most(self) -> int:
@@ -133,7 +132,8 @@ class KVzip(SparseMethod):
         for index, span in enumerate(batch.rows):
             queries, plan = q[span.start : span.end], batch.table_of(layer).chunk_plan[index]
             prompt = len(plan[0]) - span.run_from - len(queries)
-            first = (0 if self._continued(batch, index) else self.system) + span.run * self.chunk
+            sealed = 0 if batch.sealed is None else batch.sealed.host_slots[index]
+            first = (0 if sealed else self.system) + span.run * self.chunk
             stop = min(first + self.chunk, prompt)
             keys, _ = gather_kv(batch.pages(layer), plan)
             chunk = keys[:, first:stop]
@@ -170,26 +170,22 @@ class KVzip(SparseMethod):
         return Kept(order[..., : job.work.seal.slots], kept.sum(2, dtype=torch.int32))
 
     def reference(self, plain: Plain, layer: int) -> Read:
-        """Run by run, query by query, in float64."""
+        """Scores query by query, sorted in Python."""
         num_kv_heads, total = plain.k[0].shape[1], len(plain.k[0])
         found: list[tuple[float, int, int, int]] = []  # (-score, layer, head, position)
         for at, keys in enumerate(plain.k):
-            for head in range(num_kv_heads):
-                best = [0.0] * total
-                for number, run in enumerate(plain.replays):
-                    q, own = (each.double() for each in run[at])
-                    first = self.system + number * self.chunk
-                    chunk = range(first, min(first + self.chunk, total))
-                    read = [*range(min(self.sinks, first)), *chunk] if self.softmax == "chunk" else [*range(total)]
-                    for i in range(len(q)):
-                        seen = torch.cat([keys[read, head].double(), own[: i + 1, head]])
-                        for member in range(q.shape[1]):
-                            if member * num_kv_heads // q.shape[1] == head:
-                                given = torch.softmax(seen @ q[i, member] * plain.scale, 0).tolist()
-                                for place, position in enumerate(read):
-                                    if position in chunk:
-                                        best[position] = max(best[position], given[place])
-                found += [(-2.0 if j < self.sinks else -best[j], at, head, j) for j in range(total)]
+            best = torch.zeros(num_kv_heads, total, dtype=torch.float64)
+            for number, run in enumerate(plain.replays):
+                (q, own), first = run[at], self.system + number * self.chunk
+                chunk = [*range(first, min(first + self.chunk, total))]
+                seen = (
+                    [*range(min(self.sinks, first))] if self.softmax == "chunk" else [j for j in range(total) if j not in chunk]
+                )
+                ends = range(len(seen) + len(chunk) + 1, len(seen) + len(chunk) + len(q) + 1)
+                given = probabilities(q, torch.cat([keys[seen + chunk], own]), plain.scale, ends)[..., len(seen) :]
+                best[:, chunk] = given[..., : len(chunk)].amax(1).view(num_kv_heads, -1, len(chunk)).amax(1)
+            best[:, : self.sinks] = 2.0
+            found += [(-best[head, j].item(), at, head, j) for head in range(num_kv_heads) for j in range(total)]
         if self.scope == "token":
             found = [(min(each[0] for each in found if each[3] == j), layer, 0, j) for j in range(total)]
         elif self.scope == "layer":
@@ -198,24 +194,25 @@ class KVzip(SparseMethod):
         if self.scope == "token":
             kept = {(layer, head, j) for _, _, j in kept for head in range(num_kv_heads)}
         positions = [sorted(j for at, h, j in kept if (at, h) == (layer, head)) for head in range(num_kv_heads)]
-        return Read(positions, *([each[layer][at, head] for head, at in enumerate(positions)] for each in (plain.k, plain.v)))
+        return Read(positions, *([x[layer][seen, head] for head, seen in enumerate(positions)] for x in (plain.k, plain.v)))
+
+    def _kept(self, floor: int, slots: int, mean: int) -> Keep:
+        """slots: all that a head may keep."""
+        if self.scope == "token":
+            return Keep(floor, mean)
+        return Keep(floor, slots, mean, across=self.scope == "model")
 
     def _share(self, count: int) -> int:
         """So many of `count` stay: what is removed is rounded down, but for the last bits of a float."""
         return ceil(count * self.keep_ratio - 1e-6)
 
-    def _continued(self, batch: DeviceBatch, index: int) -> bool:
-        """Has something been sealed before the row's tail?"""
-        table = batch.sealed.part(0).table if batch.sealed is not None else None
-        return isinstance(table, HeadTable) and table.bounds[index] > 0
-
     def _sinks(self, layer: int, batch: DeviceBatch, index: int, firsts: Tensor) -> tuple[Tensor, Tensor | None]:
         """Keys of the first tokens, and how many each head holds; firsts: those that lie in the tail before the chunk."""
-        if batch.sealed is None or not self._continued(batch, index):
+        count = 0 if batch.sealed is None else min(self.sinks, batch.sealed.host_slots[index])
+        if batch.sealed is None or not count:
             return firsts, None
         part = batch.sealed.part(layer)
         assert isinstance(part.table, HeadTable)
         assert isinstance(part.payload, PagedKV)
-        count = min(self.sinks, part.table.bounds[index])
         lens = part.table.lens[index].clamp(max=count)
         return gather_heads(part.payload.pages, part.table.entries[index], count, lens)[0], lens

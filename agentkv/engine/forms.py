@@ -157,10 +157,16 @@ def _sealing(
         return None, None
     by_head = layout is not None and layout.granularity == "head"
 
+    def slots_of(keep: Keep) -> int:
+        """No head has more than all that share its budget."""
+        if layout is None or not keep.mean:
+            return keep.slots
+        return min(keep.slots, keep.mean * layout.num_kv_heads * (layout.num_layers if keep.across else 1))
+
     def units(keep: Keep) -> tuple[int, ...]:
         if keep.slots == 0:
             return (0,) * len(groups)
-        counts = [-(-keep.slots // group.page_size) for group in groups]
+        counts = [-(-slots_of(keep) // group.page_size) for group in groups]
         if layout is not None and by_head:
             heads = layout.num_layers * layout.num_kv_heads
             rounded = heads * (keep.mean + layout.page_size - 1) // layout.page_size if keep.mean else counts[0] * heads
@@ -179,7 +185,7 @@ def _sealing(
         if not (held.floor <= keep.floor <= held.tokens and keep.slots >= 0):
             raise EngineFault(f"{method.fingerprint} keeps {keep} of {held}: the floor lies outside what is held")
         made = units(keep)
-        return Seal(keep.floor, keep.slots, made, keeps(held, made) if keep.appends else (0,) * len(made))
+        return Seal(keep.floor, slots_of(keep), made, keeps(held, made) if keep.appends else (0,) * len(made))
 
     def bound(prompt: int, tokens: int) -> Bound:
         most = method.most(prompt, tokens)

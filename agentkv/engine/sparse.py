@@ -91,13 +91,14 @@ class Needs:
 @dataclass(frozen=True, slots=True)
 class Keep:
     """What a seal is to leave, known on the host. floor: logical position from which tokens stay in the tail; slots: most slots
-    of the sealed part in a layer and head. mean: most slots of a head on average over all layers and heads, where heads have
-    pages of their own (0: slots in each). appends: what is sealed already stays as it is, in front: only for a method that
-    keeps the same number of slots, `slots`, in every layer and head."""
+    of the sealed part in a layer and head. mean: most slots of a head on average over those that share a budget, the heads of
+    a layer or (across) of all layers, where heads have pages of their own; 0: slots in each. appends: what is sealed already
+    stays as it is, in front: only for a method that keeps the same number of slots, `slots`, in every layer and head."""
 
     floor: int
     slots: int
     mean: int = 0
+    across: bool = False
     appends: bool = False
 
 

@@ -234,23 +234,23 @@ def test_units_that_are_rewritten_are_never_taken_over(loaded: LoadedModel) -> N
 
 @dataclass(frozen=True)
 class ByHead(Timed):
-    total: int = 0
+    mean: int = 0
     seals_into: ClassVar[Literal["stripe", "head", "states"] | None] = "head"
 
     def keep(self, held: Held) -> Keep | None:
-        return Keep(held.tokens, 20, total=self.total)
+        return Keep(held.tokens, 20, mean=self.mean, across=True)
 
 
-@pytest.mark.parametrize(("total", "units"), [(0, 8), (80, 8), (40, 6), (4, 4), (1, 3)])
-def test_head_pages_are_bounded_by_the_total(loaded: LoadedModel, total: int, units: int) -> None:
-    """2 layers of 2 heads: however `total` slots lie in four heads of at most 20, `units` pages hold them."""
-    (form,) = runner_of(loaded, ByHead(total=total)).forms
+@pytest.mark.parametrize(("mean", "units"), [(0, 8), (20, 8), (10, 6), (5, 5), (1, 4)])
+def test_head_pages_are_bounded_by_the_mean(loaded: LoadedModel, mean: int, units: int) -> None:
+    """2 layers of 2 heads: however four heads of at most 20 slots share `4 * mean`, `units` pages hold them."""
+    (form,) = runner_of(loaded, ByHead(mean=mean)).forms
     assert form.seal is not None
     seal = form.seal(Held(40, 0, 40, 0, True))
     assert seal is not None
     assert seal.units == (units, 1)
     most = max(
-        sum(-(-count // 16) for count in counts) for counts in product(range(21), repeat=4) if sum(counts) <= (total or 80)
+        sum(-(-count // 16) for count in counts) for counts in product(range(21), repeat=4) if sum(counts) <= 4 * (mean or 20)
     )
     assert most <= units
 

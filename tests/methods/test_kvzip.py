@@ -194,7 +194,7 @@ def test_lengths() -> None:
     method = KVzip(keep_ratio=0.3, chunk=10, **ASK)
     kept = method.keep(Held(100, 0, 100, 0, True))
     assert kept is not None
-    assert (kept.floor, kept.slots, kept.mean) == (100, 100, 30)
+    assert (kept.floor, kept.slots, kept.mean, kept.across) == (100, 100, 30, True)
     assert method.keep(Held(101, 100, 1, 100, False)) is None
     shared = KVzip(keep_ratio=0.3, scope="token")
     assert (shared.seals_into, method.seals_into) == ("stripe", "head")
