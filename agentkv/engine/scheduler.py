@@ -117,7 +117,7 @@ class Scheduler:
             self._admit_waiting()
         self._follow_moves(batch)
         self.oracle.hold(True)
-        decoding = [seq for seq in self.running if not seq.prefilling and not seq.seal_at]
+        decoding = [seq for seq in self.running if not self._reads(seq)]
         for seq in decoding:
             batch.moves += self._seal(seq, prompt_end=False)
         room = self.config.step_tokens - (len(self.running) - len(decoding))
@@ -274,7 +274,7 @@ class Scheduler:
 
     def _add_chunks(self, batch: Batch) -> None:
         """Prompts, and what preempted sequences lost, in what the decodes left of the budget; see `queue.shares`."""
-        prompts = [seq for seq in self.running if seq.prefilling or seq.seal_at]
+        prompts = [seq for seq in self.running if self._reads(seq)]
         prompts.sort(key=lambda seq: (not seq.guaranteed, self.waiting.order(seq)))
         for seq in prompts:
             self._apply_edits(batch, seq)
@@ -286,6 +286,12 @@ class Scheduler:
                 self._replay(batch, seq, count)
             else:
                 self._add_row(batch, seq, count)
+
+    def _reads(self, seq: Sequence) -> bool:
+        """Is it forwarded in chunks? An answer that a preemption cost is decoded again where there are seals, so that whatever
+        falls between or into decode steps falls where it fell."""
+        answers = seq.state is not None and seq.state.form.seals and seq.num_forwarded >= seq.num_prompt_tokens
+        return bool(seq.seal_at) or (seq.prefilling and not answers)
 
     def _wanted(self, seq: Sequence) -> int:
         """Tokens that it could forward in one chunk, which ends before an edit, where others begin to hold what it holds, and
