@@ -98,7 +98,9 @@ class RowTable:
             held = tuple(before - front * size for before, front in zip(befores, fronts, strict=True))
             starts = tuple((first,) * count for first, count in zip(hidden, counts, strict=True))
             owns = tuple((before,) * count for before, count in zip(befores, counts, strict=True))
-            packed = torch.tensor([*lines, *fronts, *held, *chain(*starts), *chain(*owns)]).to(self.rows.device)
+            waits = not self.rows.is_cuda  # a copy from pinned memory does not wait
+            numbers = torch.tensor([*lines, *fronts, *held, *chain(*starts), *chain(*owns)], pin_memory=not waits)
+            packed = numbers.to(self.rows.device, non_blocking=not waits)
             rows, front, lens, *both = torch.split(packed, [len(counts)] * 3 + [sum(counts)] * 2)
             first, own = (each.to(torch.int32) for each in both)
             pages = front.unsqueeze(1) + torch.arange(-(-max(held) // size), device=rows.device)

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, DynamicCache
 from transformers.masking_utils import sdpa_mask
 
-from agentkv.engine.core import EngineConfig, Request
+from agentkv.engine.core import Edit, EngineConfig, Request
 from agentkv.engine.llm import LLM
 from agentkv.engine.loader import LoadedModel
 from agentkv.engine.runner import ModelRunner
@@ -37,9 +37,9 @@ class Turn(NamedTuple):
     prefilled: int
 
 
-def turn(llm: LLM, ids: list[int], chain: str | None = None, count: int = 8) -> Turn:
+def turn(llm: LLM, ids: list[int], chain: str | None = None, count: int = 8, edits: tuple[Edit, ...] = ()) -> Turn:
     """Continue a history by greedy tokens, and commit it."""
-    seq = llm.add(Request(list(ids), Sampling(max_tokens=count, logprobs=True), chain_id=chain))
+    seq = llm.add(Request(list(ids), Sampling(max_tokens=count, logprobs=True), chain_id=chain, edits=edits))
     logprobs: list[float] = []
     while llm.has_work:
         for output in llm.step():

@@ -12,6 +12,7 @@ from recorded import Recorded
 from subjects import tiny
 
 from agentkv import methods
+from agentkv.engine.core import Edit
 from agentkv.engine.form import Held
 from agentkv.engine.loader import LoadedModel, load_model
 from agentkv.engine.sparse import Plain
@@ -164,15 +165,21 @@ def test_rows_of_a_step_do_not_meet(loaded: LoadedModel) -> None:
     assert together(engine_of(loaded, method), prompts, 15) == alone
 
 
-def test_a_second_turn_evicts_on(folder: Path, loaded: LoadedModel) -> None:
-    """Dead tokens of the first answer stay hidden while the second prompt is read, chunk by chunk."""
+@pytest.mark.parametrize("gone", [(), ((0, 7), (50, 57), (62, 64))])
+def test_a_second_turn_evicts_on(folder: Path, loaded: LoadedModel, gone: tuple[tuple[int, int], ...]) -> None:
+    """What died in the first answer stays hidden while the second prompt is read, chunk by chunk; so does what was pruned."""
     llm = engine_of(loaded, H2O(10, 6, 50), step_tokens=5)
-    first = turn(llm, PROMPT, "a", 9)
-    more = PROMPT[20:33]
-    second = turn(llm, [*first.ids, *more], "a", 9)
+    first, more = turn(llm, PROMPT, "a", 9), PROMPT[20:33]
+    edits = (Edit(len(first.ids), gone),) if gone else ()
+    for edit in edits:
+        llm.prune("a", edit.removed)
+    second = turn(llm, [*first.ids, *more], "a", 9, edits)
     assert second.prefilled == len(more) + 1
     watched, rule = Watched(folder), evicting(10, 6)
     assert watched.greedy(PROMPT, 9, rule)[0] == first.made
+    for hidden in watched.hidden:
+        for start, end in gone:
+            hidden[:, start:end] = True
     made, logprobs = watched.greedy([first.made[-1], *more], 9, rule)
     assert second.made == made
     assert second.logprobs == pytest.approx(logprobs, abs=1e-7)

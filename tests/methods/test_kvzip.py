@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from agentkv import methods
+from agentkv.engine.core import Edit
 from agentkv.engine.form import Held
 from agentkv.engine.loader import LoadedModel, load_model
 from agentkv.engine.sparse import Plain
@@ -110,16 +111,18 @@ def test_everything_is_dense(loaded: LoadedModel) -> None:
     assert ours == dense
 
 
-def brute_second_turn(
-    watched: Watched, scores: Tensor, tokens: int, floor: int, runs: list[list[int]], chunk: int, keep: int
-) -> Tensor:
-    """Hide all but the best of what is left of the first turn and of the tail. scores: [layers, heads, floor], of the first."""
+def zip_brutally(watched: Watched, scores: Tensor, gone: range, chunk: int, ids: list[int], keep: int) -> Tensor:
+    """Replay the tokens `ids` of the tail, and hide all but the best of what there is. scores: `[layers, heads, floor]`, of what
+    was sealed. gone: positions that were pruned from the tail."""
+    floor, tokens = scores.shape[2], watched.hidden[0].shape[1]
+    tail = [at for at in range(floor, tokens) if at not in gone]
     whole = torch.cat([scores, torch.zeros(*scores.shape[:2], tokens - floor, dtype=torch.float64)], 2)
-    for number, run in enumerate(runs):
+    for number, run in enumerate(replays_of(ids, chunk, 0)):
         start = floor + number * chunk
-        end = min(start + chunk, tokens)
+        end = min(start + chunk, floor + len(tail))
         for layer, (q, k) in watched.aside(run).items():
-            whole[layer, :, start:end] = replay_scores(q, k, start, end, 4)
+            there = [*range(floor), *tail, *range(tokens, len(k))]
+            whole[layer, :, tail[start - floor : end - floor]] = replay_scores(q, k[there], start, end, 4)
     ranked = whole.clone()
     ranked[..., :4] = 2
     ranked[torch.stack(watched.hidden)] = -1
@@ -131,31 +134,36 @@ def brute_second_turn(
     return whole
 
 
-@pytest.mark.parametrize("chunk", [100, 12])
-def test_a_second_turn_weighs_old_and_new(folder: Path, loaded: LoadedModel, chunk: int) -> None:
-    method = NotingKVzip(keep_ratio=0.4, chunk=chunk, **ASK)
+@pytest.mark.parametrize(("chunk", "gone"), [(100, range(0)), (12, range(0)), (6, range(46, 49))])
+def test_a_second_turn_weighs_old_and_new(folder: Path, loaded: LoadedModel, chunk: int, gone: range) -> None:
+    """What is sealed keeps its scores; the answer and the new prompt are replayed, without what was pruned of them."""
+    method, more = NotingKVzip(keep_ratio=0.4, chunk=chunk, **ASK), [33, 44, 55, 66, 77, 88, 99]
     llm = engine_of(loaded, method)
     first = turn(llm, PROMPT, "a", 6)
-    second = turn(llm, [*first.ids, 33, 44, 55, 66, 77, 88, 99], "a", 10)
-    watched, ends = Watched(folder), [len(PROMPT), len(first.ids) + 7]
+    edits = (Edit(len(first.ids), ((gone.start, gone.stop),)),) if gone else ()
+    for edit in edits:
+        llm.prune("a", edit.removed)
+    second = turn(llm, [*first.ids, *more], "a", 10, edits)
+    length = len(first.ids) + len(more)
+    tail = [second.ids[at] for at in range(len(PROMPT), length) if at not in gone]
+    assert second.prefilled == 1 + len(more) + sum(map(len, replays_of(tail, chunk, 0)))
+
+    watched, empty = Watched(folder), torch.zeros(3, 2, 0, dtype=torch.float64)
     watched.logits(PROMPT)
-    pairs = 3 * 2
-    empty = torch.zeros(3, 2, 0, dtype=torch.float64)
-    keeps = [pairs * end - int(pairs * end * 0.6) for end in ends]
-    scores = brute_second_turn(watched, empty, ends[0], 0, replays_of(PROMPT, chunk, 0), chunk, keeps[0])
+    shares = [6 * tokens - int(6 * tokens * 0.6) for tokens in (len(PROMPT), length)]
+    scores = zip_brutally(watched, empty, range(0), chunk, PROMPT, shares[0])
     for token in first.made[:-1]:
         watched.logits([token])
-    last = watched.logits([first.made[-1], 33, 44, 55, 66, 77, 88, 99])
-    tail = second.ids[len(PROMPT) : ends[1]]
-    brute_second_turn(watched, scores, ends[1], len(PROMPT), replays_of(tail, chunk, 0), chunk, keeps[1])
+    for hidden in watched.hidden:
+        hidden[:, list(gone)] = True
+    last = watched.logits([first.made[-1], *more])
+    zip_brutally(watched, scores, gone, chunk, tail, shares[1])
     for heads, layer in zip(method.noted[1].positions, watched.hidden, strict=True):
         assert heads == [torch.nonzero(~hidden).flatten().tolist() for hidden in layer]
     made = [int(last.argmax())]
     while len(made) < 10:
         made.append(int(watched.logits([made[-1]]).argmax()))
     assert second.made == made
-    runs = sum(map(len, replays_of(tail, chunk, 0)))
-    assert second.prefilled == 8 + runs
 
 
 @pytest.mark.parametrize("scope", ["model", "token"])

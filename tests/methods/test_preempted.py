@@ -1,8 +1,6 @@
-"""A sequence that loses its KV while it answers goes on as if nothing had been: what was evicted step by step is evicted again."""
+"""A sequence that loses its KV while it answers goes on as if nothing had been: what a step evicted is evicted again."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 from played import engine_of
