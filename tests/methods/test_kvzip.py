@@ -112,8 +112,10 @@ def test_everything_is_dense(loaded: LoadedModel) -> None:
 
 
 def zip_brutally(watched: Watched, scores: Tensor, gone: range, chunk: int, ids: list[int], keep: int) -> Tensor:
-    """Replay the tokens `ids` of the tail, and hide all but the best of what there is. scores: `[layers, heads, floor]`, of what
-    was sealed. gone: positions that were pruned from the tail."""
+    """Replay the tokens `ids` of the tail, and hide all but the best of what there is.
+
+    scores: of what was sealed, `[layers, heads, floor]`. gone: positions that were pruned from the tail.
+    """
     floor, tokens = scores.shape[2], watched.hidden[0].shape[1]
     tail = [at for at in range(floor, tokens) if at not in gone]
     whole = torch.cat([scores, torch.zeros(*scores.shape[:2], tokens - floor, dtype=torch.float64)], 2)
