@@ -77,3 +77,16 @@ def observe(
             heads.append(sums[:older].tolist())
         found.append(pooled(joined(heads)) if reduce_first else joined([pooled(each) for each in heads]))
     return found
+
+
+def probabilities(q: Tensor, k: Tensor, scale: float, ends: Sequence[int]) -> Tensor:
+    """What each query gives to each key, in float64 `[num_heads, num_queries, n]`; query i sees the first ends[i] keys.
+
+    q: `[num_queries, num_heads, head_dim]`, k: `[n, num_kv_heads, head_dim]`.
+    """
+    group = q.shape[1] // k.shape[1]
+    given = torch.zeros(q.shape[1], q.shape[0], k.shape[0], dtype=torch.float64)
+    for head in range(q.shape[1]):
+        for i, end in enumerate(ends):
+            given[head, i, :end] = torch.softmax(k[:end, head // group].double() @ q[i, head].double() * scale, 0)
+    return given

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 NAMES: dict[str, str] = {
     "adakv": "agentkv.methods.adakv:AdaKV",
     "dense": "agentkv.methods.dense:Dense",
+    "h2o": "agentkv.methods.h2o:H2O",
+    "kvzip": "agentkv.methods.kvzip:KVzip",
     "snapkv": "agentkv.methods.snapkv:SnapKV",
     "streamingllm": "agentkv.methods.streamingllm:StreamingLLM",
 }

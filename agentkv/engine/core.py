@@ -225,7 +225,7 @@ class Sequence:
     windows are gone; what it holds of them is cached when they are forwarded, 0 for nothing. kept_ids: the generated ids to
     commit where a stop string ended it (None: all that were generated).
     seal_at: logical length at which the prompt's seal is due, 0 after it and where the form has none. replays: runs that are
-    still to be forwarded before it, None before they are known; replayed: tokens of the first that have been.
+    still to be forwarded before it, None before they are known; replayed: tokens of the first that have been; run: its number.
     history: None where nothing is penalised. allowed: None where every token may come next. leader: the sequence whose prompt
     this one waits for. shared_as: the prefix cache's name for this sequence while it holds its prompt there. drafter:
     None where nothing is guessed.
@@ -260,6 +260,7 @@ class Sequence:
     seal_at: int = 0
     replays: list[tuple[int, ...]] | None = None
     replayed: int = 0
+    run: int = 0
     history: History | None = None
     allowed: Callable[[], memoryview | None] | None = None
     leader: Sequence | None = None
@@ -342,7 +343,8 @@ class RowWork:
     history: needed where the sampling is penalised. score: what the runner says of the token where logprobs are asked for.
     allowed: gives the checked mask of this draw, None for a row whose token will not count; see `Mask`.
     form: index of the runner's form that the row's sequence has. sealed: most slots of its sealed part in a layer and head, 0
-    where there is none. replay: the tokens are forwarded to be looked at; their KV is taken back.
+    where there is none. replay: the tokens are forwarded to be looked at; their KV is taken back. run, run_from: of a replay,
+    which of the runs they belong to, and tokens of it that were forwarded before.
     drafted: so many of the last tokens are guesses. A token is drawn before and after each: `step` numbers the first draw,
     and the runner puts the draws behind the guesses, numbered on from there, into `later`.
     """
@@ -363,6 +365,8 @@ class RowWork:
     form: int = 0
     sealed: int = 0
     replay: bool = False
+    run: int = 0
+    run_from: int = 0
     drafted: int = 0
     later: list[Draw] = field(default_factory=list)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from heapq import heapify, heappop, heappush
 
-from agentkv.engine.cache.intervals import edits_to_apply, normal_edits
+from agentkv.engine.cache.intervals import clip, edits_to_apply, normal_edits
 from agentkv.engine.cache.state import Change
 from agentkv.engine.cache.tiers import Warm
 from agentkv.engine.core import Batch, EngineConfig, RowWork, Sequence, Status
@@ -122,10 +122,9 @@ class Scheduler:
             self._admit_waiting()
         self._follow_moves(batch)
         self.oracle.hold(True)
-        decoding = [seq for seq in self.running if not seq.prefilling and not seq.seal_at]
-        for seq in self.running:
-            if not seq.seal_at:
-                batch.moves += self._seal(seq, prompt_end=False)
+        decoding = [seq for seq in self.running if not self._reads(seq)]
+        for seq in decoding:
+            batch.moves += self._seal(seq, prompt_end=False)
         room = self.config.step_tokens - (len(self.running) - len(decoding))
         guesses = share(len(decoding), room) if self.config.lookup else 0
         for seq in decoding:
@@ -284,7 +283,7 @@ class Scheduler:
 
     def _add_chunks(self, batch: Batch) -> None:
         """Prompts, and what preempted sequences lost, in what the decodes left of the budget; see `queue.shares`."""
-        prompts = [seq for seq in self.running if seq.prefilling or seq.seal_at]
+        prompts = [seq for seq in self.running if self._reads(seq)]
         prompts.sort(key=lambda seq: (not seq.guaranteed, self.waiting.order(seq)))
         for seq in prompts:
             self._apply_edits(batch, seq)
@@ -297,6 +296,12 @@ class Scheduler:
             else:
                 self._add_row(batch, seq, count)
 
+    def _reads(self, seq: Sequence) -> bool:
+        """Is it forwarded in chunks? An answer that a preemption cost is decoded again where there are seals, so that whatever
+        falls between or into decode steps falls where it fell."""
+        answers = seq.state is not None and seq.state.form.seals and seq.num_forwarded >= seq.num_prompt_tokens
+        return bool(seq.seal_at) or (seq.prefilling and not answers)
+
     def _wanted(self, seq: Sequence) -> int:
         """Tokens that it could forward in one chunk, which ends before an edit, where others begin to hold what it holds, and
         where its prompt is sealed."""
@@ -306,16 +311,7 @@ class Scheduler:
         for stop in (seq.shared_until, seq.seal_at):
             if seq.num_forwarded < stop:
                 end = min(end, stop)
-        return self._until_seal(seq, end - seq.num_forwarded)
-
-    def _until_seal(self, seq: Sequence, most: int) -> int:
-        """How many of the tokens that a preemption cost can be forwarded before timed work is due, as it was the first time."""
-        assert seq.state is not None
-        seal, held = seq.state.form.seal, seq.state.held(False)
-        if seal is None or seq.seal_at:
-            return most
-        later = (held._replace(tokens=held.tokens + count, tail=held.tail + count) for count in range(1, most))
-        return next((each.tokens - held.tokens for each in later if seal(each) is not None), most)
+        return end - seq.num_forwarded
 
     def _apply_edits(self, batch: Batch, seq: Sequence) -> None:
         while seq.pending_edits and seq.pending_edits[0].at - 1 == seq.num_forwarded:
@@ -371,10 +367,13 @@ class Scheduler:
     def _replays_done(self, seq: Sequence) -> bool:
         assert seq.state is not None
         if seq.replays is None:
-            replay, ids = seq.state.form.replay, seq.token_ids[: seq.seal_at]
+            replay, kept = seq.state.form.replay, clip(seq.state.runs, seq.state.floor, seq.seal_at)
+            ids = [token for start, end in kept for token in seq.token_ids[start:end]]
             seq.replays = [run for run in replay(seq.state.held(True), ids) if run] if replay is not None else []
+            seq.run = 0
         elif seq.replays and seq.replayed == len(seq.replays[0]):
             seq.replays.pop(0)
+            seq.run += 1
             self._stop_replay(seq)
         return not seq.replays
 
@@ -403,7 +402,8 @@ class Scheduler:
         assert seq.replays
         tokens = list(seq.replays[0][seq.replayed : seq.replayed + count])
         if tokens:
-            self._append(batch, seq, tokens, seq.state.logical_length, replay=True)
+            work = self._append(batch, seq, tokens, seq.state.logical_length, replay=True)
+            work.run, work.run_from = seq.run, seq.replayed
             seq.replayed += count
             seq.num_prefilled_tokens += count
 

@@ -12,10 +12,11 @@ from agentkv.engine.work import SealWork
 
 
 class SealedRows(Protocol):
-    """The sealed parts of a batch's rows. max_slots: most slots of a row in a layer and head, known on the host; a row without
-    a sealed part has length 0."""
+    """The sealed parts of a batch's rows. max_slots: most slots of a row in a layer and head, known on the host; host_slots:
+    the same by row. A row without a sealed part has length 0."""
 
     max_slots: int
+    host_slots: tuple[int, ...]
 
     def part(self, layer: int) -> Part:
         """What attention reads in the layer: every query of a row sees all of the row's slots."""

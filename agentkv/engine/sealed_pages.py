@@ -66,13 +66,13 @@ class SealedPages:
         host_slots: tuple[int, ...],
     ) -> None:
         self.max_slots = max(host_slots)
-        self._host_slots = host_slots
+        self.host_slots = host_slots
         self._pages, self._served, self._units = pages, served, units
         self._rows, self._bounds = rows, bounds
 
     def part(self, layer: int) -> Part:
         """See `sealed.SealedRows`; a sealed part of states is for the method to view."""
-        table = HeadTable(self._entries(layer), self.lens(layer), self.max_slots, self._host_slots)
+        table = HeadTable(self._entries(layer), self.lens(layer), self.max_slots, self.host_slots)
         return Part(PagedKV(self._of_kv.kv(layer)), table)
 
     def lens(self, layer: int) -> Tensor:
@@ -104,7 +104,7 @@ class SealedPages:
         if self._units is None:
             return bounds.expand(-1, shape.num_layers, shape.num_kv_heads)
         held = self._units.lens[self._pages.tables[self._served.lens][self._rows, 0].to(torch.int64)]
-        return torch.minimum(held, bounds)
+        return torch.minimum(held.clamp(min=0), bounds)  # a row without one may have anything there
 
     @cached_property
     def _firsts(self) -> Tensor:

@@ -211,7 +211,7 @@ class SparseMethod:
 
     def replay(self, held: Held, token_ids: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Tokens that are forwarded behind a prompt before its seal, each run for itself, to be looked at (`batch.replay`);
-        their KV is taken back. token_ids: the logical prompt."""
+        their KV is taken back. token_ids: of the tail."""
         return ()
 
     # -- in a step

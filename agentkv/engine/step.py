@@ -151,6 +151,7 @@ class _Part:
             sealed=sealed,
             filled=self._filled(packed),
             recent=self._kept(packed),
+            scale=self.served.shape.scale,
         )
 
     def _add_group(self, index: int, packed: Packed) -> tuple[int, int, int]:
@@ -252,6 +253,8 @@ def _spans(works: Sequence[RowWork]) -> tuple[RowSpan, ...]:
             kv_len=work.slot + len(work.tokens),
             prompt_end=work.sample and work.step == 0,
             seq_id=work.seq_id,
+            run=work.run,
+            run_from=work.run_from,
         )
         for work, end in zip(works, ends, strict=True)
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
+from operator import floordiv, mod
 from typing import TYPE_CHECKING
 
 import torch
@@ -99,6 +101,31 @@ class RowTable:
 
     @cached_property
     def _visible(self) -> dict[int, tuple[HeadTable, tuple[int, ...]]]:
+        return {}
+
+    def apart(self, counts: tuple[int, ...]) -> tuple[RowTable, RowTable]:
+        """The visible slots before the last counts[i] of row i, counted from the page of the first of them and wholly seen, and
+        those last ones, which are the step's own tokens."""
+        if counts not in self._apart:
+            size, lines = self.page_size, tuple(range(len(counts)))
+            fronts, hidden = (tuple(rule(first, size) for first in self.first_slots) for rule in (floordiv, mod))
+            befores = tuple(length - count for length, count in zip(self.host_lens, counts, strict=True))
+            held = tuple(before - front * size for before, front in zip(befores, fronts, strict=True))
+            starts = tuple((first,) * count for first, count in zip(hidden, counts, strict=True))
+            owns = tuple((before,) * count for before, count in zip(befores, counts, strict=True))
+            waits = not self.rows.is_cuda  # a copy from pinned memory does not wait
+            numbers = torch.tensor([*lines, *fronts, *held, *chain(*starts), *chain(*owns)], pin_memory=not waits)
+            packed = numbers.to(self.rows.device, non_blocking=not waits)
+            rows, front, lens, *both = torch.split(packed, [len(counts)] * 3 + [sum(counts)] * 2)
+            first, own = (each.to(torch.int32) for each in both)
+            pages = front.unsqueeze(1) + torch.arange(-(-max(held) // size), device=rows.device)
+            entries = self.entries[self.rows].gather(1, pages.clamp(max=self.entries.shape[1] - 1))
+            before = RowTable(entries, rows, lens.to(torch.int32), lines, held, size, first, starts)
+            self._apart[counts] = before, replace(self, starts=own, host_starts=owns)
+        return self._apart[counts]
+
+    @cached_property
+    def _apart(self) -> dict[tuple[int, ...], tuple[RowTable, RowTable]]:
         return {}
 
     @cached_property

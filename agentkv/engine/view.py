@@ -108,7 +108,8 @@ class RowSpan:
     """One row of a batch, known on the host.
 
     start, end: its tokens in the batch, half open. position: logical position of the first. kv_len: tokens kept once they
-    are stored. prompt_end: the last token of the prompt is among them.
+    are stored. prompt_end: the last token of the prompt is among them. run, run_from: of a replay, which of the runs they
+    belong to, and tokens of it that were forwarded before.
     """
 
     row: int
@@ -118,6 +119,8 @@ class RowSpan:
     kv_len: int
     prompt_end: bool = False
     seq_id: int = -1
+    run: int = 0
+    run_from: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +144,8 @@ class DeviceBatch:
     group_of: layer -> its place among these. pages_of: layer -> its pages (see PagedKV). states: by name, the units of the
     method's state and its place among the groups. form: index of the runner's form. replay: the tokens are forwarded to be
     looked at, their KV will be taken back. sealed: the rows' sealed parts, None where no row has one. filled: pages of KV that
-    the batch fills, where there is page state; recent: where queries are kept for a seal.
+    the batch fills, where there is page state; recent: where queries are kept for a seal. scale: of the scores before the
+    softmax.
     """
 
     rows: tuple[RowSpan, ...]
@@ -157,6 +161,7 @@ class DeviceBatch:
     sealed: SealedRows | None = None
     filled: PageFill | None = None
     recent: QueryRows | None = None
+    scale: float = 1.0
 
     def table_of(self, layer: int) -> RowTable:
         """What the layer's queries see of the rows."""
