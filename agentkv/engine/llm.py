@@ -88,9 +88,7 @@ class LLM:
             self._lose_all(fault)
             batch = Batch(rows=[])
         drawn = self._execute(batch)
-        touched = self._accept(batch, drawn)
-        self._seal_prompts()
-        outputs = self._collect(touched)
+        outputs = self._collect(self._seal_prompts(self._accept(batch, drawn)))
         self.decoding.add(batch, outputs, perf_counter() - started)
         return late + outputs
 
@@ -355,13 +353,17 @@ class LLM:
                 touched.append((seq, agreed(work, token)))
         return touched
 
-    def _seal_prompts(self) -> None:
-        """Seal the prompts that the step ended, before anything else is done with their sequences."""
-        works = self.scheduler.seal_prompts()
+    def _seal_prompts(self, touched: list[Drawn]) -> list[Drawn]:
+        """Seal the prompts that the step ended, before anything else is done with their sequences. Which of those that the step
+        touched are still to be told of now."""
         try:
-            self.memory.carry_out(works)
+            self.scheduler.seal_prompts()
+            self.memory.settle()
         except EngineFault as fault:
             self._lose_all(fault)
+            lost = [seq for seq, _ in self._lost]
+            return [each for each in touched if each[0] not in lost]
+        return touched
 
     def _collect(self, touched: list[Drawn]) -> list[StepOutput]:
         """Turn new tokens into text and end what is complete."""

@@ -265,8 +265,9 @@ def _filled_cost(
 
 
 def _sealing_cost(pools: KVPools, form: Form, state: KVState | None, edits: Sequence[Edit], bound: Bound, prompt: int) -> Cost:
-    """The same where the form seals: the whole prompt lies in the tail until its seal, and then no more than the bound."""
-    unsealed = state is None or state.logical_length <= prompt
+    """The same where the form seals: the whole prompt lies in the tail until its seal, beside the sealed part that is there
+    already, and then no more than the bound."""
+    unsealed = state is None or (state.logical_length <= prompt and state.sealed_at < prompt)
     sealed = dict(zip(form.sealed, bound.units, strict=True))
     costs = []
     for pool in pools.pools:
@@ -275,6 +276,9 @@ def _sealing_cost(pools: KVPools, form: Form, state: KVState | None, edits: Sequ
             alone = state is None or state.owned or not pool.mutable
             start = sum(pool.exclusive(held).bit_count() for held in holding.slices)
             most = sealed[pool.group] + (0 if alone else holding.shared_units())
+            if unsealed:
+                most += len(holding.units) if edits else start  # a prune writes it anew
+                most = max(most, (start + len(holding.units)) * bool(edits))
         elif pool.group in form.groups:
             forecast = _Forecast(pool, holding, state)
             forecast.play(edits, prompt + form.replay_most if unsealed else 0)

@@ -18,7 +18,7 @@ from agentkv.engine.oracle import Cost, MemoryOracle
 from agentkv.engine.preempt import Tally, rivals, shed, tell_preempted, tell_resumed, victims
 from agentkv.engine.queue import WaitingQueue, shares
 from agentkv.engine.units import NOTHING, Units
-from agentkv.engine.work import TableUpdate, Work
+from agentkv.engine.work import SealWork, TableUpdate, Work
 from agentkv.types import Miss
 
 
@@ -52,6 +52,7 @@ class Scheduler:
         self.batch = Batch(rows=[])
         self._compactions = 0
         self._unsettled = False  # what is reserved is not what is claimed
+        self._pruned: list[tuple[Sequence, SealWork]] = []  # by the step that is being put together
         heapify(self._rows)
 
     @property
@@ -118,8 +119,9 @@ class Scheduler:
         self._follow_moves(batch)
         self.oracle.hold(True)
         decoding = [seq for seq in self.running if not seq.prefilling and not seq.seal_at]
-        for seq in decoding:
-            batch.moves += self._seal(seq, prompt_end=False)
+        for seq in self.running:
+            if not seq.seal_at:
+                batch.moves += self._seal(seq, prompt_end=False)
         room = self.config.step_tokens - (len(self.running) - len(decoding))
         guesses = share(len(decoding), room) if self.config.lookup else 0
         for seq in decoding:
@@ -197,10 +199,12 @@ class Scheduler:
         return cost, cost.peak + self._owed_to_leader(seq)
 
     def _owed_to_leader(self, seq: Sequence) -> Units:
-        """What its running leader must have reserved in addition: it counts on pages behind its windows, and the two hold those
-        together now."""
+        """What its running leader must have reserved in addition: it counts on pages behind its windows, or before its floor,
+        and the two hold those together now."""
         leader = seq.leader
-        if leader is None or leader.status is not Status.RUNNING or leader.state is None or not leader.state.pools.windowed:
+        if leader is None or leader.status is not Status.RUNNING or leader.state is None:
+            return NOTHING
+        if not (leader.state.pools.windowed or leader.state.form.seals):
             return NOTHING
         return (self._cost(leader).peak - leader.reserved_units).most(NOTHING)
 
@@ -296,30 +300,46 @@ class Scheduler:
         for stop in (seq.shared_until, seq.seal_at):
             if seq.num_forwarded < stop:
                 end = min(end, stop)
-        return end - seq.num_forwarded
+        return self._until_seal(seq, end - seq.num_forwarded)
+
+    def _until_seal(self, seq: Sequence, most: int) -> int:
+        """How many of the tokens that a preemption cost can be forwarded before timed work is due, as it was the first time."""
+        assert seq.state is not None
+        seal, held = seq.state.form.seal, seq.state.held(False)
+        if seal is None or seq.seal_at:
+            return most
+        later = (held._replace(tokens=held.tokens + count, tail=held.tail + count) for count in range(1, most))
+        return next((each.tokens - held.tokens for each in later if seal(each) is not None), most)
 
     def _apply_edits(self, batch: Batch, seq: Sequence) -> None:
         while seq.pending_edits and seq.pending_edits[0].at - 1 == seq.num_forwarded:
             assert seq.state is not None
             edit = seq.pending_edits.pop(0)
-            self._changed(batch, seq, seq.state.remove(edit.removed, self.spare_units(seq)))
-            cost = self._cost(seq)
-            seq.reserved_units, seq.peak_units = cost.peak, cost.bound
-            self._unsettled = self._retry = True
+            change = seq.state.remove(edit.removed, self.spare_units(seq))
+            self._changed(batch, seq, change)
+            self._pruned += [(seq, work) for work in change.moves if isinstance(work, SealWork)]
+            self._promise(seq)
 
     # -- seals
 
-    def seal_prompts(self) -> list[Work]:
-        """After a step: go on with the replays of prompts that are complete, and seal those that need no more of them; what
-        must be carried out at once."""
-        works: list[Work] = []
+    def seal_prompts(self) -> None:
+        """After a step: go on with the replays of prompts that are complete, and seal those that need no more of them. The
+        batch's moves must be carried out at once."""
+        self._shrink_pruned()
         for seq in self.running:
             if seq.seal_at and seq.num_forwarded == seq.seal_at and self._replays_done(seq):
                 seq.seal_at = 0
-                works += self._seal(seq, prompt_end=True)
+                self.batch.moves += self._seal(seq, prompt_end=True)
         if self._unsettled:
             self.settle()
-        return works
+
+    def _shrink_pruned(self) -> None:
+        """The device has pruned sealed parts in the step: how many slots are left of them is known now."""
+        pruned, self._pruned = self._pruned, []
+        for seq, work in pruned:
+            if seq.row is not None and seq.state is not None and work.slots_left >= 0:
+                seq.state.shrink_sealed(work.slots_left)
+                self._promise(seq)
 
     def _seal(self, seq: Sequence, *, prompt_end: bool) -> list[Work]:
         """The work of the seal that is due, if there is one. What it is promised follows from what it holds then."""
@@ -333,10 +353,14 @@ class Scheduler:
         change = state.seal(held, seal, seq.row)
         for group, first in enumerate(change.first_pages):
             seq.table_from[group] = min(seq.table_from[group], first)
+        self._promise(seq)
+        return change.moves
+
+    def _promise(self, seq: Sequence) -> None:
+        """It holds more or less than it was expected to at the start: what it is promised follows from that."""
         cost = self._cost(seq)
         seq.reserved_units, seq.peak_units = cost.peak, cost.bound
         self._unsettled = self._retry = True
-        return change.moves
 
     def _replays_done(self, seq: Sequence) -> bool:
         assert seq.state is not None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from agentkv.engine.cache.arena import ArenaFull
 from agentkv.engine.cache.holding import Growth, Holding, Shift, append_run
@@ -298,7 +298,8 @@ class KVState:
         self._live()
         removed = merged(clip(intervals, 0, self.logical_length))
         edits = normal_edits((*self.edits, Edit(self.logical_length + 1, tuple(removed))), self.logical_length + 1)
-        work = self._work(None, None, tuple(removed)) if self.slots and removed and removed[0][0] < self.floor else None
+        sealed = any(holding.units for holding in self.sealed) and any(start < self.floor for start, _ in removed)
+        work = self._work(None, None, tuple(removed)) if sealed else None
         shifts = [
             Shift(holding.next_page) if holding.pool.sealed else holding.remove(removed, units)
             for holding, units in zip(self.holdings, self._all(spare), strict=True)
@@ -309,7 +310,7 @@ class KVState:
             change.first_pages = tuple(
                 0 if holding.pool.sealed else first for holding, first in zip(self.holdings, change.first_pages, strict=True)
             )
-            change.moves.insert(0, work)
+            change.moves.append(work)  # as it was decided: its new units may lie where the tail's old ones did
         if self.form.paged:
             change.moves.append(self._pages_from(change))
         self.runs = subtract(self.runs, removed)
@@ -324,6 +325,8 @@ class KVState:
         before anything else touches the device's memory.
         """
         self._live()
+        slots = min(seal.slots, self.slots + size(clip(self.runs, self.floor, seal.floor)))  # pruned tokens leave none
+        seal = replace(seal, slots=slots) if slots else Seal(seal.floor, 0, (0,) * len(seal.units))
         keeps = seal.keeps or (0,) * len(seal.units)
         fresh = self._by_sealed(units - keep for units, keep in zip(seal.units, keeps, strict=True))
         if not self.pools.at_hand(fresh):
@@ -365,7 +368,7 @@ class KVState:
         if slots < self.slots and self.form.shrinks:
             self.slots = slots
             for holding in self.sealed:
-                if not holding.pool.whole:
+                if not (holding.pool.whole and slots):
                     pages = holding.pool.pages(slots)
                     holding.keep(pages * holding.pool.page_size)
 
