@@ -73,6 +73,10 @@ class Scheduler:
         """Free units that nobody else has a claim on."""
         return self.oracle.unclaimed(self.reserved_units - (seq.reserved_units if seq else NOTHING))
 
+    def owes(self, seq: Sequence) -> Units:
+        """What it may still take of memory, found anew."""
+        return self._cost(seq).peak
+
     def settle(self) -> None:
         """Claim what is reserved, no more."""
         found = self.oracle.claim(self.reserved_units)

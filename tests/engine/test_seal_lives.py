@@ -52,7 +52,7 @@ class Life:
         self.rng, self.seen, self.now = rng, seen, 0.0
         self.rows = rng.randrange(1, 5)
         self.llm = sealing_engine(
-            rng.randrange(6, 44),
+            rng.choice([rng.randrange(6, 30), rng.randrange(30, 90)]),
             rng.choice([2, 3, 4]),
             rng.choice([2, 3, 4]),
             max_rows=self.rows,
@@ -66,7 +66,8 @@ class Life:
         self.llm.runner.vocab = VOCAB
         self.follower = Follower(self.llm)
         self.open: list[Item] = []
-        self.talks = [Talk(f"s{form}", form, rng.choice(["", "", "b"])) for form in range(len(KINDS))]
+        forms = rng.sample(range(len(KINDS)), 4)
+        self.talks = [Talk(f"s{i}", form, rng.choice(["", "", "b"])) for i, form in enumerate(forms)]
         self.faults = False
 
     # -- requests
