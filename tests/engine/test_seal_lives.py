@@ -69,6 +69,14 @@ class Life:
         forms = rng.sample(range(len(KINDS)), 4)
         self.talks = [Talk(f"s{i}", form, rng.choice(["", "", "b"])) for i, form in enumerate(forms)]
         self.faults = False
+        self.reclaims = 0
+        reclaim = self.llm.oracle.reclaim
+
+        def counted(claimed: Units, **options: Any) -> Units:
+            self.reclaims += 1
+            return reclaim(claimed, **options)
+
+        self.llm.oracle.reclaim = counted
 
     # -- requests
 
@@ -231,8 +239,13 @@ class Life:
         removed = tuple((start, min(start + count, end)) for start, count in spans)
         resident = self.llm.chains.chains.get(talk.name)
         self.seen["pruned sealed"] += resident is not None and resident.state is not None and resident.state.slots > 0
-        price = self.llm.price(talk.name, removed)
-        assert self.llm.prune(talk.name, removed) == price
+        before, reclaims = self.llm.arena.free_bytes, self.reclaims
+        freed = self.llm.price(talk.name, removed)
+        assert self.llm.arena.free_bytes == before
+        assert self.llm.prune(talk.name, removed) == freed
+        if reclaims == self.reclaims:  # what the device leaves of sealed parts is not known before
+            assert freed[1] <= max(0, self.llm.arena.free_bytes - before)
+            assert KINDS[talk.form].floor or freed[1] == max(0, self.llm.arena.free_bytes - before)
         talk.edits = [*talk.edits, Edit(end, removed)]
 
     def fork(self) -> None:

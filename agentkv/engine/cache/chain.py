@@ -275,11 +275,10 @@ class ChainCache:
         state = chain.state
         if state is None or not kept:
             return 0, NOTHING
-        left = [[holding.left_by(kept) for holding in state.holdings]]
+        left = [state.left_by(kept)]
         for point in chain.checkpoints:  # what the state still holds of it is a cut of the state afterwards
-            pairs = zip(point.state.holdings, state.holdings, strict=True)
-            covers = [theirs.covers(point.state.logical_length) for theirs in state.holdings]
-            left.append([([], 0) if covered else mine.left_by(kept) for (mine, _), covered in zip(pairs, covers, strict=True)])
+            pairs = zip(point.state.left_by(kept), point.state.given(state), strict=True)
+            left.append([([], 0) if given else own for own, given in pairs])
         retained = [tuple(slices for slices, _ in each) for each in left]
         fresh = NOTHING
         for each in left:

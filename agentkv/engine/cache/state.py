@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from agentkv.engine.cache.arena import ArenaFull
+from agentkv.engine.cache.extents import Slice
 from agentkv.engine.cache.holding import Growth, Holding, Shift, append_run
 from agentkv.engine.cache.intervals import clip, merged, normal_edits, size, subtract
 from agentkv.engine.cache.pools import KVPools, Pieces
@@ -231,11 +232,11 @@ class KVState:
 
     def hollow(self, later: KVState) -> None:
         """Let go of everything that `recut` can take from `later`."""
-        for mine, given in zip(self.holdings, self._given(later), strict=True):
+        for mine, given in zip(self.holdings, self.given(later), strict=True):
             if given:
                 mine.release()
 
-    def _given(self, later: KVState) -> list[bool]:
+    def given(self, later: KVState) -> list[bool]:
         """By group: are this state's slots a cut of the later one's?"""
         length = self.logical_length
         cut = self.form is later.form and self.form.reaches(later.sealed_at, later.logical_length, length)
@@ -249,7 +250,7 @@ class KVState:
         self._live()
         length = self.logical_length
         edits = normal_edits(later.edits, length + 1)
-        covered = self._given(later)
+        covered = self.given(later)
         if later.logical_length < length or (edits != self.edits and not all(covered)):
             return False
         for index, theirs in enumerate(later.holdings):
@@ -280,10 +281,22 @@ class KVState:
     def copy_units(self, intervals: Iterable[Interval]) -> Units:
         """Least `spare` that `remove` needs: pages held alone are used again as they are read, shared ones are not."""
         intervals = list(intervals)
-        again = bool(self.slots) and any(start < self.floor for start, _ in intervals)
+        again = self._rewrites(intervals)
         return Units.of(
             len(holding.units) * again if holding.pool.sealed else holding.copy_units(intervals) for holding in self.holdings
         )
+
+    def left_by(self, intervals: Iterable[Interval]) -> list[tuple[list[Slice], int]]:
+        """By group: what `remove` would go on holding of the present slices, and how many fresh units it would fill."""
+        intervals = list(intervals)
+        again = self._rewrites(intervals)
+        return [
+            ([], len(holding.units)) if again and holding.pool.sealed else holding.left_by(intervals) for holding in self.holdings
+        ]
+
+    def _rewrites(self, removed: Iterable[Interval]) -> bool:
+        """Has the sealed part seen some of these?"""
+        return any(holding.units for holding in self.sealed) and any(start < self.floor for start, _ in removed)
 
     def remove(self, intervals: Iterable[Interval], spare: Units) -> Change:
         """Compaction: the slots of these logical tokens go, later ones move down; pages before the first stay as they are.
@@ -298,8 +311,7 @@ class KVState:
         self._live()
         removed = merged(clip(intervals, 0, self.logical_length))
         edits = normal_edits((*self.edits, Edit(self.logical_length + 1, tuple(removed))), self.logical_length + 1)
-        sealed = any(holding.units for holding in self.sealed) and any(start < self.floor for start, _ in removed)
-        work = self._work(None, None, tuple(removed)) if sealed else None
+        work = self._work(None, None, tuple(removed)) if self._rewrites(removed) else None
         shifts = [
             Shift(holding.next_page) if holding.pool.sealed else holding.remove(removed, units)
             for holding, units in zip(self.holdings, self._all(spare), strict=True)
