@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from fake_engine import Content, FakeRunner, Slot, draw, mix
+from fake_engine import Content, FakeRunner, draw, mix
 from fake_kinds import KINDS, Kind, Marks
 
 from agentkv.engine.cache.extents import Extent
 from agentkv.engine.cache.pools import KVPools
-from agentkv.engine.core import GRANULE, SLOT, WHOLE, Batch, EngineConfig, Group, PageWork, RowWork, SealWork, StateGroup, TailPages
+from agentkv.engine.core import GRANULE, SLOT, WHOLE, Batch, EngineConfig, Group, RowWork, StateGroup
 from agentkv.engine.llm import LLM
+from agentkv.engine.work import PageWork, SealWork, Slot, TailPages
 
 Place = tuple[int, int, int]
 """(group, unit, slot)."""

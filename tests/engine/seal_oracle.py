@@ -12,10 +12,11 @@ from fake_engine import Content, draw
 from fake_kinds import Kind
 
 from agentkv.engine.cache.intervals import common_prefix, edits_to_apply, normal_edits
-from agentkv.engine.core import Batch, Edit, RowWork, SealWork
+from agentkv.engine.core import Batch, Edit, RowWork
 from agentkv.engine.core import Sequence as Asked
 from agentkv.engine.form import Held
 from agentkv.engine.llm import LLM
+from agentkv.engine.work import SealWork
 from agentkv.types import Interval
 
 
@@ -244,8 +245,9 @@ class Follower:
         own = self.plays.get(seq.seq_id, [])
         sources = [(play.line, play) for play in own]
         sources += [(line, None) for line in self.points.get(request.chain_id or "", [])]
-        if request.beside is not None:
-            sources += [(play.line, None) for play in self.plays.get(request.beside.seq_id, [])]
+        for leader in (request.beside, seq.leader):
+            if leader is not None:
+                sources += [(play.line, None) for play in self.plays.get(leader.seq_id, [])]
         sources.append((Line(kind), None))
         if kind.reuse == "radix":  # a function of the tokens
             scratch = Play(Line(kind), 1 << 30, [edit for edit in wanted if edit.at - 1 < length])
