@@ -63,7 +63,9 @@ class Kind:
         if self.marks == "seen":
             return made, [None if mark is None else mix(mark, made[2]) for mark in marks], mix(made[2])
         if replay:  # a run that begins anew leaves the same
-            marks = [None if mark is None else max(mark, mix(cell[0], made[2])) for cell, mark in zip(cells, marks, strict=True)]
+            marks = [
+                None if mark is None else max(mark, mix(cell[0], made[2])) for cell, mark in zip(cells, marks, strict=True)
+            ]
         return made, list(marks), 0
 
     def form(self, groups: tuple[int, ...], sealed: tuple[int, ...], mutable: frozenset[int], page: int) -> Form:

@@ -46,7 +46,10 @@ class SealingRunner(FakeRunner):
             if kind.paged:
                 tail.append(add("pages", (GRANULE,), page))
             if kind.floor is not None:
-                sealed = [add("kept", (SLOT, 2 * GRANULE), sealed_page, sealed=True), add("lens", (GRANULE,), WHOLE, sealed=True)]
+                sealed = [
+                    add("kept", (SLOT, 2 * GRANULE), sealed_page, sealed=True),
+                    add("lens", (GRANULE,), WHOLE, sealed=True),
+                ]
             if kind.floor is not None and kind.marks == "seen":
                 sealed.append(add("marks", (SLOT, GRANULE), sealed_page, sealed=True, mutable=True))
             mutable = frozenset(group for group in (*tail, *sealed) if getattr(groups[group], "mutable", False))

@@ -43,7 +43,7 @@ class Line:
         return other
 
     def same(self, other: Line) -> bool:
-        mine, theirs = ((line.ids, line.floor, line.sealed, line.tail, line.marks) for line in (self, other))
+        mine, theirs = ((line.ids, line.floor, line.sealed, line.tail, line.marks, line.edits) for line in (self, other))
         return mine == theirs
 
     def cut(self, length: int) -> Line | None:
@@ -263,7 +263,13 @@ class Follower:
             if due is not None:
                 begun = play is not None and length >= seq.num_prompt_tokens
                 found.append(
-                    Play(state, seq.num_prompt_tokens, due, play.runs if play and begun else None, bool(play and begun and play.sealed))
+                    Play(
+                        state,
+                        seq.num_prompt_tokens,
+                        due,
+                        play.runs if play and begun else None,
+                        bool(play and begun and play.sealed),
+                    )
                 )
         return found
 
@@ -276,7 +282,6 @@ class Follower:
             cuts = [play.line.cut(length) for play in self.plays.get(seq.seq_id, [])] if not seq.replayed else []
             points = self.points.setdefault(seq.request.chain_id, [])
             points += [line for line in cuts if line is not None and not any(line.same(each) for each in points)]
-            del points[:-12]
         self._calls[2](seq, generated_ids)
 
     def fork(self, chain: str, child: str, length: int) -> None:
@@ -289,6 +294,6 @@ class Follower:
         for line in list(points):
             other = line.copy()
             other.prune(intervals)
-            points.append(other)
-        del points[:-12]
+            if not any(other.same(each) for each in points):
+                points.append(other)
         return self._calls[4](chain, intervals)

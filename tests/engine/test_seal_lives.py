@@ -317,7 +317,7 @@ class Life:
             self.step()
         assert not self.open, "not everything finished"
         self.seen["restarts"] += self.follower.restarts
-        self.seen["demotions"] += self.llm.tier.restores
+        self.seen["brought back"] += self.llm.tier.restores
         for talk in self.talks:
             self.llm.drop(talk.name)
         self.llm.oracle.reclaim(Units.of(pool.total_units for pool in self.llm.pools.pools))
@@ -339,8 +339,12 @@ def run_lives(seeds: range) -> Counter[str]:
 
 
 def test_random_lives() -> None:
-    seen = run_lives(range(int(os.environ.get("AGENTKV_SEAL_LIVES", "60"))))
-    print(seen)
+    """And proof that the interesting things happened in them."""
+    count = int(os.environ.get("AGENTKV_SEAL_LIVES", "60"))
+    seen = run_lives(range(count))
+    wanted = [f"{kind.name} {what}" for kind in KINDS for what in ("ends", "continues", "continues a prune", "preempted")]
+    missing = [what for what in (*wanted, "pruned sealed", "restarts", "brought back", "faults", "refused") if not seen[what]]
+    assert not missing or count < 60, (missing, seen)
 
 
 @pytest.mark.slow

@@ -291,7 +291,8 @@ class KVState:
         intervals = list(intervals)
         again = self._rewrites(intervals)
         return [
-            ([], len(holding.units)) if again and holding.pool.sealed else holding.left_by(intervals) for holding in self.holdings
+            ([], len(holding.units)) if again and holding.pool.sealed else holding.left_by(intervals)
+            for holding in self.holdings
         ]
 
     def _rewrites(self, removed: Iterable[Interval]) -> bool:
