@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from fake_engine import request, run
 from fake_kinds import APPENDS, EVICTS, KINDS, MARKED, PLAIN, REPLAYS, TIMED, Kind
@@ -368,6 +370,20 @@ def test_a_seal_that_fails_ends_who_runs_and_keeps_their_tokens(kind: Kind) -> N
     talk.line, plain.line = Line(kind), Line(PLAIN)
     assert talk.say(tokens(4), count=5).num_cached_tokens == 0
     plain.say(tokens(3), count=5)
+
+
+def test_a_sealed_tail_is_no_prefix() -> None:
+    """Also where a form that seals forgot to say that its KV is continued by chains alone."""
+    kind = replace(EVICTS, reuse="radix")
+    llm = sealing_engine(60, kinds=[kind])
+    Follower(llm)
+    first = llm.add(request(tokens(16), "s", max_tokens=3))
+    run(llm)
+    llm.commit(first, first.token_ids[16:])
+    second = llm.add(request([*first.token_ids, 2], max_tokens=3))
+    run(llm)
+    assert second.num_cached_tokens == 0
+    assert second.token_ids[20:] == answer(Line(kind), [*first.token_ids, 2], count=3)
 
 
 def test_replays_take_no_part_in_an_answer() -> None:
