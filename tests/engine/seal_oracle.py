@@ -70,6 +70,10 @@ class Line:
             self.ids.append(token)
         return made
 
+    def runs(self) -> list[tuple[int, ...]]:
+        """What is forwarded once more before the seal: made of the tail's tokens."""
+        return list(self.kind.replay([token for _, token, _ in self.tail]))
+
     def replay(self, run: Sequence[int]) -> None:
         """Read a run to no other end than the marks that it leaves."""
         for i, token in enumerate(run):
@@ -130,7 +134,7 @@ class Play:
     def read_on(self) -> None:
         """After the prompt was read, or a run of its replays: is it to be sealed now?"""
         if self.runs is None:
-            self.runs = list(self.line.kind.replay(self.line.ids))
+            self.runs = self.line.runs()
         if not self.runs and not self.sealed:
             self.line.seal(prompt_end=True)
             self.sealed = True
@@ -148,7 +152,7 @@ def answer(
     for token in prompt[line.length :]:
         play.read(token)
     made = [line.draw(seed, 0, vocab)]
-    if count == 1 and line.kind.replay(line.ids):
+    if count == 1 and line.runs():
         return made  # it is over before it is replayed
     play.read_on()
     while play.runs:

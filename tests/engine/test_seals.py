@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from fake_engine import request, run
 from fake_kinds import APPENDS, EVICTS, KINDS, MARKED, PLAIN, REPLAYS, TIMED, Kind
@@ -12,9 +14,12 @@ from agentkv.engine.cache.intervals import normal_edits
 from agentkv.engine.core import Edit, Sequence, Status
 from agentkv.engine.llm import LLM
 from agentkv.engine.units import Units
+from agentkv.engine.work import Moves, SealWork
 from agentkv.errors import EngineFault
 
 FORMS = {kind.name: index for index, kind in enumerate(KINDS)}
+EVICTS_PAYLOAD = 1
+"""Its group: the first behind KV."""
 SEALING = [kind for kind in KINDS if kind.floor is not None]
 
 
@@ -367,6 +372,20 @@ def test_a_seal_that_fails_ends_who_runs_and_keeps_their_tokens(kind: Kind) -> N
     plain.say(tokens(3), count=5)
 
 
+def test_a_sealed_tail_is_no_prefix() -> None:
+    """Also where a form that seals forgot to say that its KV is continued by chains alone."""
+    kind = replace(EVICTS, reuse="radix")
+    llm = sealing_engine(60, kinds=[kind])
+    Follower(llm)
+    first = llm.add(request(tokens(16), "s", max_tokens=3))
+    run(llm)
+    llm.commit(first, first.token_ids[16:])
+    second = llm.add(request([*first.token_ids, 2], max_tokens=3))
+    run(llm)
+    assert second.num_cached_tokens == 0
+    assert second.token_ids[20:] == answer(Line(kind), [*first.token_ids, 2], count=3)
+
+
 def test_replays_take_no_part_in_an_answer() -> None:
     """Their tokens are forwarded and counted, and nothing of them is held or generated."""
     llm = sealing_engine(40, step_tokens=5)
@@ -392,16 +411,41 @@ def test_an_appending_form_holds_all_of_its_history() -> None:
 
 
 def test_a_new_sealed_part_and_an_old_one_that_nobody_else_holds_fit_the_promise() -> None:
-    """The chain's own copy is gone while the sequence is parked: what it held with the chain counts as its own then."""
-    llm = sealing_engine(40, max_rows=1, step_tokens=4)
-    Follower(llm)
+    """Until the prompt is sealed both are there; what is held with others is promised as if it were not."""
+    llm = sealing_engine(60)
     talk = Talk(llm, EVICTS)
     talk.say(tokens(20), count=3)
-    seq = talk.ask(tokens(16), count=4)
-    llm.step()
-    other = llm.add(request([4], max_tokens=2, priority=3))
-    llm.step()
+    state, payload = llm.chains.chains["s"].state.fork(), EVICTS_PAYLOAD
+    old = len(state.holdings[payload].units)
+    shared = llm.oracle.cost(state, [], 40, prompt=36)
     llm.chains.lose(llm.chains.chains["s"], "reclaimed")
-    run(llm)
-    llm.abort(other)
-    talk.expect(seq)
+    alone = llm.oracle.cost(state, [], 40, prompt=36)
+    assert shared.peak.counts[payload] == alone.peak.counts[payload] == old == 3
+    edited = llm.oracle.cost(state, [Edit(24, ((0, 2),))], 40, prompt=36)
+    assert edited.peak.counts[payload] == 3
+    state.release()
+
+
+def test_a_prune_reads_the_tail_before_the_sealed_part_is_written() -> None:
+    """In the order in which units were taken: a new one may lie where a page of the tail was."""
+    llm = sealing_engine(60)
+    talk = Talk(llm, EVICTS)
+    talk.say(tokens(20), count=9)
+    state = llm.chains.chains["s"].state.fork()
+    change = state.remove([(0, 2), (20, 22)], llm.pools.free)
+    assert [type(work) for work in change.moves] == [Moves, SealWork]
+    state.release()
+
+
+def test_units_may_move_for_a_claim_only_behind_the_seals_that_were_decided() -> None:
+    """A seal names units; whoever moves units carries out first what the batch has."""
+    llm, seen = sealing_engine(60), list[SealWork]()
+    claim = llm.oracle.claim
+
+    def spied(claimed: Units) -> bool:
+        seen.extend(work for work in llm.scheduler.batch.moves if isinstance(work, SealWork))
+        return claim(claimed)
+
+    llm.oracle.claim = spied
+    Talk(llm, EVICTS).say(tokens(20), count=3)
+    assert len(seen) == llm.runner.seals == 1

@@ -95,8 +95,8 @@ class RadixCache:
         owner: the chain that the state belongs to, None for a request without one. limit: tokens that are cached at most.
         """
         length = state.pure_length if limit is None else min(limit, state.pure_length)
-        if not length or not self.enabled or state.form.reuse != "radix":
-            return
+        if not length or not self.enabled or state.form.reuse != "radix" or state.sealed_at:
+            return  # where tokens were sealed, the tail alone is no prefix
         name, now, done = owner or ANYONE, self.tick(), 0
         parent = self._roots.setdefault(salt, Node(salt, [], 0, None))
         for node, count in self._walk(salt, ids[:length]):
