@@ -300,9 +300,10 @@ class Tuning(NamedTuple):
     merge: Merge = "after"
 
 
-def tuning(members: int) -> Tuning:
-    """The best found on an H200 for so many query heads and tokens that share a KV head (docs/bench/)."""
-    return Tuning(2, 2, 64) if members <= 4 else Tuning(4, 2, 64)
+def tuning(row_bytes: int) -> Tuning:
+    """What serves all shapes best on an H200 (docs/bench/tune.json): a single row needs large tiles, and many rows lose 5 to
+    7 % by them. row_bytes: of one key; where they are many, large tiles would not fit the shared memory."""
+    return Tuning(4, 4, 128) if row_bytes <= 256 else Tuning(4, 2, 64)
 
 
 def paged_decode(
@@ -333,7 +334,7 @@ def paged_decode(
     merge_pad = triton.next_power_of_2(members)
     chunk = max(1, min(plan.most, 4096 // (merge_pad * dim_pad)))
     share = min(dim_pad, 32)
-    tuned = tuned or tuning(members)
+    tuned = tuned or tuning(q.shape[-1] * pages.element_size())
     overlap = tuned.merge == "overlap"
     items = len(plan.pieces) * (1 if plan.per_head else num_kv_heads)
     parts = torch.empty(items, members, head_dim, dtype=torch.float32, device=q.device)

@@ -20,7 +20,6 @@ from agentkv.bench.decode_step import step_rows
 from agentkv.bench.dequant_rows import dequant_rows
 from agentkv.bench.gpu_report import line, plot
 from agentkv.bench.gpu_rows import Rig, Row, kernel_rows
-from agentkv.bench.linear_rows import linear_rows
 from agentkv.bench.prefill_row import prefill_rows
 from agentkv.bench.prefill_run import run_rows
 from agentkv.errors import BadRequest
@@ -41,7 +40,7 @@ NOT_BUILT = (
 
 def all_rows() -> list[Row]:
     """In the order in which they are measured."""
-    return [*kernel_rows(), *dequant_rows(), *prefill_rows(), *linear_rows(), *step_rows(), *run_rows()]
+    return [*kernel_rows(), *dequant_rows(), *prefill_rows(), *step_rows(), *run_rows()]
 
 
 def run_gpu(

@@ -17,7 +17,6 @@ from agentkv.bench import gpu
 from agentkv.bench.decode_step import Step
 from agentkv.bench.dequant_rows import drawn_pages, layout_of
 from agentkv.bench.gpu_rows import Measured, Rig, Row, layers_of
-from agentkv.bench.linear_rows import map_shapes
 from agentkv.bench.paged_shapes import SHAPES, Shape, draw
 from agentkv.bench.prefill_row import attention_flops
 from agentkv.bench.prefill_run import prompt_flops
@@ -148,12 +147,6 @@ def test_flops_of_a_prompt_count_each_weight_twice_a_token() -> None:
     loaded = draw_model("tiny", CPU, torch.float32)
     layer = 64 * (4 + 2 + 2) * 16 + 4 * 16 * 64 + 3 * 64 * 96
     assert prompt_flops(loaded, 7) == 2 * (2 * 7 * layer + 4 * 4 * 16 * 7 * 8 / 2)
-
-
-def test_maps_of_a_layer_are_the_models() -> None:
-    layer = draw_model("tiny", CPU, torch.float32).model.layers[0]
-    shapes = [tuple(module.weight.shape) for module in layer.modules() if hasattr(module, "sizes")]
-    assert sorted(map_shapes("tiny").values()) == sorted(shapes)
 
 
 def test_it_needs_few_packages() -> None:

@@ -88,21 +88,6 @@ def test_store_writes_those_slots_and_no_others(device: str, dtype: torch.dtype,
     assert torch.equal(pages, want)
 
 
-@pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
-@pytest.mark.parametrize(("num_tokens", "in_size", "out_size"), [(1, 40, 33), (16, 530, 70)])
-def test_linear_map_of_a_few_tokens(
-    device: str, dtype: torch.dtype, tolerance: float, num_tokens: int, in_size: int, out_size: int
-) -> None:
-    from agentkv.kernels.linear_triton import linear_few
-
-    weight, bias = drawn(device, dtype, out_size, in_size), drawn(device, dtype, out_size, seed=1)
-    x = drawn(device, dtype, num_tokens, 2 * in_size, seed=2)[:, :in_size]
-    got = linear_few(x, weight, bias)
-    near(got, x.double() @ weight.double().T + bias.double(), tolerance)
-    assert torch.equal(linear_few(x[-1:], weight, bias)[0], got[-1])  # whatever the other tokens are
-    near(linear_few(x, weight), x.double() @ weight.double().T, tolerance)
-
-
 @only_without_gpu
 def test_cases_pass_interpreted() -> None:
     pass_interpreted(__file__, 12)
