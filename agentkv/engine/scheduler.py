@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from heapq import heapify, heappop, heappush
 
-from agentkv.engine.cache.intervals import clip, edits_to_apply, normal_edits
+from agentkv.engine.cache.intervals import edits_to_apply, normal_edits
 from agentkv.engine.cache.state import Change
 from agentkv.engine.cache.tiers import Warm
 from agentkv.engine.core import Batch, EngineConfig, RowWork, Sequence, Status
@@ -17,6 +17,7 @@ from agentkv.engine.lookup import share
 from agentkv.engine.oracle import Cost, MemoryOracle
 from agentkv.engine.preempt import Tally, rivals, shed, tell_preempted, tell_resumed, victims
 from agentkv.engine.queue import WaitingQueue, shares
+from agentkv.engine.reading import in_chunks, look_again, next_run, wanted
 from agentkv.engine.units import NOTHING, Units
 from agentkv.engine.work import SealWork, TableUpdate, Work
 from agentkv.types import Miss
@@ -122,7 +123,7 @@ class Scheduler:
             self._admit_waiting()
         self._follow_moves(batch)
         self.oracle.hold(True)
-        decoding = [seq for seq in self.running if not self._reads(seq)]
+        decoding = [seq for seq in self.running if not in_chunks(seq)]
         for seq in decoding:
             batch.moves += self._seal(seq, prompt_end=False)
         room = self.config.step_tokens - (len(self.running) - len(decoding))
@@ -256,7 +257,7 @@ class Scheduler:
         """Its row and reservation go to others; its state is parked."""
         self._stop_replay(seq)
         seq.computed = seq.num_forwarded
-        self._look_again(seq)
+        look_again(seq)
         self._leave_row(seq)
         self._unshare(seq)
         seq.status = Status.WAITING
@@ -283,11 +284,11 @@ class Scheduler:
 
     def _add_chunks(self, batch: Batch) -> None:
         """Prompts, and what preempted sequences lost, in what the decodes left of the budget; see `queue.shares`."""
-        prompts = [seq for seq in self.running if self._reads(seq)]
+        prompts = [seq for seq in self.running if in_chunks(seq)]
         prompts.sort(key=lambda seq: (not seq.guaranteed, self.waiting.order(seq)))
         for seq in prompts:
             self._apply_edits(batch, seq)
-        wants = [self._wanted(seq) for seq in prompts]
+        wants = [wanted(seq) for seq in prompts]
         ranks = [seq.request.priority for seq in prompts]
         given = shares(self.config.step_tokens - batch.num_tokens, wants, ranks)
         for seq, count in zip(prompts, given, strict=True):
@@ -295,23 +296,6 @@ class Scheduler:
                 self._replay(batch, seq, count)
             else:
                 self._add_row(batch, seq, count)
-
-    def _reads(self, seq: Sequence) -> bool:
-        """Is it forwarded in chunks? An answer that a preemption cost is decoded again where there are seals, so that whatever
-        falls between or into decode steps falls where it fell."""
-        answers = seq.state is not None and seq.state.form.seals and seq.num_forwarded >= seq.num_prompt_tokens
-        return bool(seq.seal_at) or (seq.prefilling and not answers)
-
-    def _wanted(self, seq: Sequence) -> int:
-        """Tokens that it could forward in one chunk, which ends before an edit, where others begin to hold what it holds, and
-        where its prompt is sealed."""
-        if seq.replays:
-            return len(seq.replays[0]) - seq.replayed
-        end = seq.pending_edits[0].at - 1 if seq.pending_edits else len(seq.token_ids)
-        for stop in (seq.shared_until, seq.seal_at):
-            if seq.num_forwarded < stop:
-                end = min(end, stop)
-        return end - seq.num_forwarded
 
     def _apply_edits(self, batch: Batch, seq: Sequence) -> None:
         while seq.pending_edits and seq.pending_edits[0].at - 1 == seq.num_forwarded:
@@ -365,17 +349,11 @@ class Scheduler:
         self._unsettled = self._retry = True
 
     def _replays_done(self, seq: Sequence) -> bool:
-        assert seq.state is not None
-        if seq.replays is None:
-            replay, kept = seq.state.form.replay, clip(seq.state.runs, seq.state.floor, seq.seal_at)
-            ids = [token for start, end in kept for token in seq.token_ids[start:end]]
-            seq.replays = [run for run in replay(seq.state.held(True), ids) if run] if replay is not None else []
-            seq.run = 0
-        elif seq.replays and seq.replayed == len(seq.replays[0]):
+        if seq.replays and seq.replayed == len(seq.replays[0]):
+            self._stop_replay(seq)
             seq.replays.pop(0)
             seq.run += 1
-            self._stop_replay(seq)
-        return not seq.replays
+        return next_run(seq) is None
 
     def _stop_replay(self, seq: Sequence) -> None:
         """The KV of a run that is over, or has to begin again, is taken back."""
@@ -385,17 +363,6 @@ class Scheduler:
             seq.replayed = 0
             seq.reserved_units = (seq.reserved_units + (held - seq.state.units)).least(seq.peak_units)
             self._unsettled = True
-
-    def _look_again(self, seq: Sequence) -> None:
-        """Queries stay with the row: whoever loses it amid a prompt forwards those that its seal looks at once more."""
-        state = seq.state
-        if state is None or not seq.seal_at or not state.form.looks_back:
-            return
-        length = max(state.sealed_at, seq.num_forwarded - state.form.looks_back)
-        if length and state.usable(length) == length:
-            state.cut(length)
-        else:
-            self._drop_state(seq)
 
     def _replay(self, batch: Batch, seq: Sequence, count: int) -> None:
         assert seq.state is not None
