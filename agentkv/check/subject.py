@@ -1,0 +1,80 @@
+"""Which methods are to be checked: one by name, or all that a Python file defines."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from agentkv import methods
+from agentkv.check.scene import LENGTH
+from agentkv.engine.sparse import SparseMethod
+from agentkv.errors import BadRequest
+
+
+def subjects(target: str, options: Mapping[str, Any]) -> list[SparseMethod]:
+    """The method of a name, or those of a file in the order in which they stand there, with `small` options where none are given.
+
+    BadRequest: an unknown name or option, a value out of range, a file that defines no method or cannot be run.
+    """
+    if not target.endswith(".py"):
+        return [scaled(methods.get(target, **options), options)]
+    kinds = defined(run_file(Path(target)))
+    if not kinds:
+        raise BadRequest(f"{target} defines no subclass of SparseMethod", param="target")
+    return [scaled(methods.configured(kind, kind.__name__, **options), options) for kind in kinds]
+
+
+def scaled(method: SparseMethod, given: Mapping[str, Any]) -> SparseMethod:
+    """The method at the size of the kit's prompts; options that were given stay. BadRequest where they do not go together."""
+    small = {name: value for name, value in method.small(LENGTH).items() if name not in given}
+    try:
+        return replace(method, **small)
+    except (TypeError, ValueError) as error:
+        raise BadRequest(f"{type(method).__name__}: {error}", hint=f"With {small}; give these yourself", param="option") from None
+
+
+def run_file(path: Path) -> ModuleType:
+    """Import a Python file under a name of its own. BadRequest where it is not there or raises."""
+    spec = spec_from_file_location(f"checked_{path.stem}", path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise BadRequest(f"{path}: no such Python file", param="target")
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[spec.name]
+        raise BadRequest(f"{path} cannot be imported: {type(error).__name__}: {error}", param="target") from error
+    return module
+
+
+def defined(module: ModuleType) -> list[type[SparseMethod]]:
+    """The methods that a module defines itself; names with an underscore in front are bases."""
+    return [
+        each
+        for name, each in vars(module).items()
+        if isinstance(each, type)
+        and issubclass(each, SparseMethod)
+        and each.__module__ == module.__name__
+        and not name.startswith("_")
+    ]
+
+
+def parse_options(given: list[str]) -> dict[str, Any]:
+    """'k=v' to a dict; values are Python literals, or else text. BadRequest without '='."""
+    options: dict[str, Any] = {}
+    for each in given:
+        name, equals, text = each.partition("=")
+        if not equals or not name:
+            raise BadRequest(f"option {each!r}: like budget=64", param="option")
+        try:
+            options[name] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            options[name] = text
+    return options
