@@ -20,6 +20,7 @@ ALLOWED = {
     "aio": {"types"},
     "kernels": {"kernels"},
     "tools": {"types"},
+    "check": {"engine", "methods", "kernels", "types"},
     "memory": {"types"},
     "engine": {"kernels", "types"},
     "methods": {"engine", "kernels", "types"},
@@ -28,7 +29,7 @@ ALLOWED = {
     "server": {"runtime", "tools", "types"},
     "world": {"runtime", "client", "tools", "types"},
     "bench": {"world", "engine", "kernels", "methods", "runtime", "client", "tools", "types"},
-    "cli": {"server", "bench", "world", "runtime", "client", "tools", "types"},
+    "cli": {"server", "check", "bench", "world", "runtime", "client", "tools", "types"},
     "integrations": {"runtime", "client", "types"},
 }
 ENGINE_PARTS_FOR_METHODS = {"core", "form", "sparse", "view", "tables", "sealed", "cache"}
@@ -46,7 +47,7 @@ DOORS = {
     "gguf": {"engine/gguf"},
     "llguidance": {"engine/grammar"},
     "flashinfer": {"engine/attention", "bench"},
-    "torch": {"engine", "kernels", "methods", "world", "bench"},
+    "torch": {"engine", "kernels", "methods", "check", "world", "bench"},
     "triton": {"kernels"},
     "typer": {"cli"},
     "prometheus_client": {"server"},

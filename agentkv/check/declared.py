@@ -10,14 +10,14 @@ import torch
 
 from agentkv.check.lives import FEW
 from agentkv.check.outcome import Failed, Skipped, require
-from agentkv.check.scene import LENGTH, MORE, PAGE, Case, Scene, difference, same
+from agentkv.check.scene import MORE, PAGE, Case, difference, same
 from agentkv.check.waiting import OperationWatcher, WaitWatcher
 from agentkv.check.watch import Watcher
 from agentkv.engine.cache.state import KVState
 from agentkv.engine.core import GRANULE, SLOT, Edit
 from agentkv.engine.forms import SEALED_PAGE, model_shape
 from agentkv.engine.llm import LLM
-from agentkv.engine.sparse import Most, StateSpec
+from agentkv.engine.sparse import StateSpec
 
 
 def units(case: Case) -> str:
@@ -73,7 +73,9 @@ def _weigh(case: Case, llm: LLM, state: KVState, prompt: int) -> tuple[int, int]
         require(state.slots <= most.keep.slots, f"{state.slots} slots are sealed, most says {most.keep.slots}")
     found = llm.pools.bytes(llm.pools.distinct([state.slices]))
     low, high = _bytes(case, state)
-    require(low <= found <= high, f"{found} bytes are held at {tokens} tokens, declared are {low}" + f" to {high}" * (high > low))
+    require(
+        low <= found <= high, f"{found} bytes are held at {tokens} tokens, declared are {low}" + f" to {high}" * (high > low)
+    )
     return found, tokens
 
 

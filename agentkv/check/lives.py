@@ -39,9 +39,7 @@ def fork(case: Case) -> str:
     scene, ids = case.scene(), case.ids(1)
     first = scene.turn(ids, "a")
     scene.llm.fork("a", "b", len(ids) + len(first.ids))
-    left, right = scene.finish(
-        scene.start(case.more(ids, first, 2), "a"), scene.start(case.more(ids, first, 3), "b")
-    )
+    left, right = scene.finish(scene.start(case.more(ids, first, 2), "a"), scene.start(case.more(ids, first, 3), "b"))
     _alike(case.plain(1, 2)[1], left, "the parent, while its child runs")
     _alike(case.plain(1, 3)[1], right, "the child")
     scene.llm.drop("b")

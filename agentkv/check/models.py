@@ -14,8 +14,8 @@ MICRO = Path(__file__).resolve().parent.parent / "data" / "micro"
 TINY = ("Qwen3ForCausalLM", "LlamaForCausalLM")
 
 
-def tiny(architecture: str, device: str = "cpu") -> LoadedModel:
-    """Three layers of two KV heads of 32 dims for four heads, random weights in float64 (a GPU: float32).
+def tiny(architecture: str, device: str = "cpu", num_layers: int = 3) -> LoadedModel:
+    """Layers of two KV heads of 32 dims for four heads, random weights in float64 (a GPU: float32).
 
     Weights are wide enough that a token which is read, or is not, changes the next one.
     """
@@ -24,7 +24,7 @@ def tiny(architecture: str, device: str = "cpu") -> LoadedModel:
         vocab_size=128,
         hidden_size=64,
         inner_size=96,
-        num_layers=3,
+        num_layers=num_layers,
         num_heads=4,
         num_kv_heads=2,
         head_dim=32,

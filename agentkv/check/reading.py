@@ -1,16 +1,18 @@
-"""What attention reads: all of it within the budget, what `reference` says, no more than is declared, nothing that was pruned."""
+"""What attention reads: everything within the budget, what `reference` says, no more than is declared, nothing pruned."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from agentkv.check.outcome import Failed, Skipped, require
 from agentkv.check.scene import CLOSE, LENGTH, MORE, NEW, Case, Scene, difference, same
-from agentkv.check.seen import FirstDecode, ViewWatcher
+from agentkv.check.seen import FirstDecode, ReadSlot, ViewWatcher
 from agentkv.engine.core import Edit
 from agentkv.engine.sparse import Read, SparseMethod
 from agentkv.types import Interval
@@ -32,8 +34,8 @@ def budget(case: Case) -> str:
     return f"two turns with {_named(options) or 'any options'}"
 
 
-def _named(options: object) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in dict(options).items())  # type: ignore[call-overload]
+def _named(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 
 def reference(case: Case) -> str:
@@ -116,9 +118,9 @@ def _spans(scene: Scene, length: int) -> tuple[list[Interval], int]:
     return [span for span in spans if span[0] < span[1]], tail
 
 
-def _look(slots: list[object], spans: list[Interval], where: str) -> None:
+def _look(slots: list[ReadSlot], spans: list[Interval], where: str) -> None:
     counts: Counter[int] = Counter()
-    for position, exact in slots:  # type: ignore[misc]
+    for position, exact in slots:
         if any(start <= position < end for start, end in spans):
             raise Failed(f"{where}: token {position} is read after it was pruned")
         counts[position] += exact

@@ -69,9 +69,10 @@ class FirstDecode(Watcher):
 
     def plain(self, scale: float) -> Plain:
         """For `reference`."""
-        columns = ([torch.cat(getattr(seen, name)) for seen in self.prompt] for name in ("q", "k", "v"))
         return Plain(
-            *columns,
+            q=[torch.cat(seen.q) for seen in self.prompt],
+            k=[torch.cat(seen.k) for seen in self.prompt],
+            v=[torch.cat(seen.v) for seen in self.prompt],
             query=[seen.q[0][0] for seen in self.token],
             x=[torch.cat(seen.x) for seen in self.prompt],
             replays=[[(torch.cat(seen.q), torch.cat(seen.k)) for seen in run] for run in self._replays],

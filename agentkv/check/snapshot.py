@@ -43,6 +43,11 @@ def _plain(value: Any, deep: int) -> Any:
     if isinstance(value, set | frozenset):
         return sorted(repr(each) for each in value)
     inside = getattr(value, "__dict__", None)
-    if isinstance(inside, dict) and not isinstance(value, type) and not callable(value) and type(value).__module__ != "builtins":
+    if (
+        isinstance(inside, dict)
+        and not isinstance(value, type)
+        and not callable(value)
+        and type(value).__module__ != "builtins"
+    ):
         return (id(value), _plain(inside, deep - 1))
     return id(value)

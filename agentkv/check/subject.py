@@ -18,7 +18,7 @@ from agentkv.errors import BadRequest
 
 
 def subjects(target: str, options: Mapping[str, Any]) -> list[SparseMethod]:
-    """The method of a name, or those of a file in the order in which they stand there, with `small` options where none are given.
+    """The method of a name, or those of a file in their order, with `small` options where none are given.
 
     BadRequest: an unknown name or option, a value out of range, a file that defines no method or cannot be run.
     """
@@ -36,7 +36,9 @@ def scaled(method: SparseMethod, given: Mapping[str, Any]) -> SparseMethod:
     try:
         return replace(method, **small)
     except (TypeError, ValueError) as error:
-        raise BadRequest(f"{type(method).__name__}: {error}", hint=f"With {small}; give these yourself", param="option") from None
+        raise BadRequest(
+            f"{type(method).__name__}: {error}", hint=f"With {small}; give these yourself", param="option"
+        ) from None
 
 
 def run_file(path: Path) -> ModuleType:

@@ -20,14 +20,16 @@ READ = frozenset({"item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__fl
 """Tensor methods that do, some of them without an operation."""
 
 
-class NoWaiting(TorchDispatchMode):
+class NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Failed where an operation waits."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, given = func.overloadpacket.__name__, kwargs or {}
         if name in WAIT or _masks(name, args) or (name == "repeat_interleave" and given.get("output_size") is None):
             raise Failed(f"{name} waits for the device")
-        return func(*args, **given)
+        with self:  # in inference mode, operations that are made of others come here whole
+            parts = func.decompose(*args, **given)
+        return func(*args, **given) if parts is NotImplemented else parts
 
 
 class NoReading(TorchFunctionMode):
@@ -54,7 +56,7 @@ class WaitWatcher(Watcher):
         try:
             if torch.cuda.is_available():
                 torch.cuda.set_sync_debug_mode("error")
-            with NoReading(), NoWaiting():
+            with NoReading(), NoWaiting():  # type: ignore[no-untyped-call]
                 return call(*args)
         except Failed as failed:
             raise Failed(f"{hook}: {failed.message}") from None
@@ -80,9 +82,9 @@ class OperationWatcher(Watcher):
             return call(*args)
 
 
-class _Noting(TorchDispatchMode):
+class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, names: list[str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._names = names
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -45,5 +45,7 @@ def watched(method: SparseMethod, watcher: Watcher) -> SparseMethod:
 
     body: dict[str, Any] = {hook: around(hook) for hook in HOOKS}
     body |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    made: SparseMethod = type(kind.__name__, (kind,), body)(**{each.name: getattr(method, each.name) for each in fields(method) if each.init})
+    made: SparseMethod = type(kind.__name__, (kind,), body)(
+        **{each.name: getattr(method, each.name) for each in fields(method) if each.init}
+    )
     return made

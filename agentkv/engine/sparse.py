@@ -272,8 +272,8 @@ class SparseMethod:
         return Read([every] * len(heads), *([each[layer][:, head] for head in heads] for each in (plain.k, plain.v)))
 
     def identity(self, length: int) -> Mapping[str, Any] | None:
-        """Options under which sequences of up to `length` tokens read just what full attention reads: a budget as wide, codes as
-        wide, full rank. None: there are no such options. Default: that `budget`, where there is such an option."""
+        """Options under which sequences of up to `length` tokens read just what full attention reads: a budget of that, wide
+        codes, full rank. None: there are none. Default: that `budget`, where there is such an option."""
         return {"budget": length} if self._budgeted else {}
 
     def small(self, length: int) -> Mapping[str, Any]:

@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from toys import Edges, Newest, read_at
 
 from agentkv.engine.llm import LLM
 from agentkv.engine.sealed import SealJob
 from agentkv.engine.sparse import Kept, Most, Plain, Read, RowMass, SparseMethod, StateSpec
 from agentkv.engine.view import AttentionView, DeviceBatch, Selection
-from tests.check.toys import Edges, Newest, read_at
 
 GRANULES = 1 << 17
 WRONG = 0.1

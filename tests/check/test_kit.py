@@ -1,0 +1,77 @@
+"""The kit: methods that keep the contract pass; for each check, one broken in just that way fails it, and no other."""
+
+from __future__ import annotations
+
+import pytest
+from broken import BROKEN, Impatient
+from toys import Edges, Newest
+
+from agentkv import methods
+from agentkv.check.kit import CHECKS, check
+from agentkv.check.models import TINY, opened, tiny
+from agentkv.check.outcome import Outcome
+from agentkv.check.scene import Case
+from agentkv.check.subject import scaled
+from agentkv.engine.loader import LoadedModel
+from agentkv.engine.sparse import SparseMethod
+
+SOUND = {"dense": methods.get("dense"), "edges": Edges(), "newest": Newest()}
+SKIPPED = {"dense": {"counts"}, "edges": {"append"}, "newest": {"append", "counts"}}
+
+
+@pytest.fixture(scope="module", params=TINY)
+def family(request: pytest.FixtureRequest) -> LoadedModel:
+    return tiny(request.param)
+
+
+@pytest.fixture(scope="module")
+def small() -> LoadedModel:
+    return tiny(TINY[0], num_layers=2)
+
+
+def failures(outcomes: list[Outcome]) -> dict[str, str]:
+    return {each.check: each.detail for each in outcomes if each.result == "failed"}
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_a_method_that_keeps_the_contract_passes(name: str, family: LoadedModel) -> None:
+    outcomes = check(scaled(SOUND[name], {}), family)
+    assert failures(outcomes) == {}
+    assert {each.check for each in outcomes if each.result == "skipped"} == SKIPPED[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SOUND)
+def test_on_micro_too(name: str) -> None:
+    (micro,) = opened("micro")
+    assert failures(check(scaled(SOUND[name], {}), micro)) == {}
+
+
+def test_each_check_has_a_method_that_breaks_it() -> None:
+    assert BROKEN.keys() == CHECKS.keys()
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_method_broken_in_one_way_fails_that_check_and_no_other(name: str, small: LoadedModel) -> None:
+    assert failures(check(scaled(BROKEN[name](), {}), small)).keys() == {name}
+
+
+@pytest.mark.parametrize("way", ["item", "tolist", "numpy", "nonzero", "where", "bool", "int", "mask", "unique", "repeat"])
+def test_every_way_to_wait_is_seen(way: str, small: LoadedModel) -> None:
+    with pytest.raises(Exception, match="waits for the device"):
+        CHECKS["waits"](Case(Impatient(way), small))
+
+
+class Silent(Newest):
+    def most_read(self, layer: int, prompt: int, tokens: int) -> int:
+        return tokens
+
+
+def test_who_selects_says_how_much(small: LoadedModel) -> None:
+    with pytest.raises(Exception, match="declares no budget"):
+        CHECKS["reads"](Case(Silent(), small))
+
+
+def test_options_that_were_given_stay() -> None:
+    assert scaled(Edges(budget=60, first=7), {"first": 7}) == Edges(budget=50, first=7)
+    assert scaled(SparseMethod(), {}) == SparseMethod()
