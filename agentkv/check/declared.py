@@ -14,7 +14,7 @@ from agentkv.check.scene import MORE, PAGE, Case, difference, same
 from agentkv.check.waiting import OperationWatcher, WaitWatcher
 from agentkv.check.watch import Watcher
 from agentkv.engine.cache.state import KVState
-from agentkv.engine.core import GRANULE, SLOT, Edit
+from agentkv.engine.core import GRANULE, SLOT, Edit, KVGroup
 from agentkv.engine.forms import SEALED_PAGE, model_shape
 from agentkv.engine.llm import LLM
 from agentkv.engine.sparse import StateSpec
@@ -53,7 +53,7 @@ def memory(case: Case) -> str:
 
     def look(llm: LLM) -> None:
         for seq in llm.scheduler.running:
-            if seq.state is not None and seq.state.sealed_at + (not seq.state.form.seals) and not seq.seal_at:
+            if seq.state is not None and not seq.prefilling and not seq.seal_at:
                 seen.append(_weigh(case, llm, seq.state, seq.num_prompt_tokens))
 
     scene, ids = case.scene(each_step=look), case.ids(1)
@@ -113,14 +113,29 @@ def _granules(size: int) -> int:
 
 
 def evicts(case: Case) -> str:
-    """Fewer slots are held than there are tokens just where the method says that it evicts."""
+    """Fewer slots are held than there are tokens just where the method says that it evicts. Where heads hold different counts,
+    which the host does not know, that is fewer bytes than all of their keys and values take."""
     scene = case.scene()
     scene.turn(case.ids(1), "a")
     state = scene.state("a")
-    fewer = state.resident < state.logical_length
-    held = f"{state.resident} of {state.logical_length} tokens are held"
-    require(fewer is case.method.evicts, f"evicts={case.method.evicts}, and {held}")
-    return held
+    held, all_of_it, what = state.resident, state.logical_length, "tokens"
+    if not case.method.counts_on_host:
+        held, all_of_it, what = _kv_bytes(scene, state), _all_bytes(case, state.logical_length), "bytes"
+    said = f"{held} of {all_of_it} {what} are held"
+    require((held < all_of_it) is case.method.evicts, f"evicts={case.method.evicts}, and {said}")
+    return said
+
+
+def _kv_bytes(scene: Scene, state: KVState) -> int:
+    """Bytes of keys and values that a state holds, in the tail and sealed."""
+    groups = zip(scene.runner.groups, state.holdings, strict=True)
+    return sum(
+        len(held.units) * group.stripe_bytes for group, held in groups if isinstance(group, KVGroup) or group.name == "sealed"
+    )
+
+
+def _all_bytes(case: Case, tokens: int) -> int:
+    return -(-tokens // PAGE) * sum(group.stripe_bytes for group in case.loaded.groups(PAGE))
 
 
 def reuse(case: Case) -> str:
