@@ -148,11 +148,3 @@ def test_the_package_links_are_relative_and_kernels_is_no_package() -> None:
     for name in ("kernels", "methods", "integrations"):
         assert str((ROOT / "agentkv" / name).readlink()) == f"../{name}"
     assert not (ROOT / "kernels" / "__init__.py").exists()
-
-
-def test_no_method_name_outside_methods() -> None:
-    names = {path.stem for path in (ROOT / "methods").glob("*.py")} - {"__init__", "dense"}
-    for module, path in sources():
-        if module.split("/")[0] in ("engine", "memory", "server", "kernels", "runtime"):
-            text = path.read_text().lower()
-            assert not [name for name in names if name in text], module

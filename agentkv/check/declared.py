@@ -10,7 +10,7 @@ import torch
 
 from agentkv.check.lives import FEW
 from agentkv.check.outcome import Failed, Skipped, require
-from agentkv.check.scene import MORE, PAGE, Case, difference, same
+from agentkv.check.scene import LENGTH, MORE, NEW, PAGE, Case, Scene, difference, same
 from agentkv.check.waiting import OperationWatcher, WaitWatcher
 from agentkv.check.watch import Watcher
 from agentkv.engine.cache.state import KVState
@@ -139,9 +139,13 @@ def _all_bytes(case: Case, tokens: int) -> int:
 
 
 def reuse(case: Case) -> str:
-    """A later turn prefills its own tokens only; a prefix is shared, and gives the same answer, where that is declared."""
+    """A later turn prefills its own tokens only (and what is replayed of them); a prefix is shared, and gives the same answer,
+    where that is declared."""
     later = case.plain(1, 2)[1]
-    require(later.prefilled == MORE + 1, f"a later turn of {MORE + 1} new tokens prefilled {later.prefilled}")
+    known = LENGTH + NEW - 1
+    require(later.cached == known, f"a later turn found {later.cached} of the {known} tokens that its history had forwarded")
+    own = later.prefilled == MORE + 1 or case.method.replay_most > 0
+    require(own, f"a later turn of {MORE + 1} new tokens prefilled {later.prefilled}")
     scene, ids = case.scene(), case.ids(1)
     scene.turn(ids, "a")
     other = [*ids[: 4 * PAGE], *case.ids(5)]
