@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
+from agentkv.errors import BadRequest
+
 app = typer.Typer(help="Attention methods: ls, check.", invoke_without_command=True)
 
+MARK, MARK_END = "<!-- methods -->", "<!-- /methods -->"
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object, the last line on stdout.")]
 
 
@@ -21,11 +26,16 @@ def methods_root(context: typer.Context, as_json: AsJson = False) -> None:
 
 
 @app.command("ls")
-def methods_ls(as_json: AsJson = False) -> None:
+def methods_ls(
+    as_json: AsJson = False,
+    doc: Annotated[Path | None, typer.Option(help="Write the table into this page, between its two marks.")] = None,
+) -> None:
     """List the methods."""
     from agentkv.runtime import list_methods
 
     rows = list_methods()
+    if doc is not None:
+        _write(doc, rows)
     if as_json:
         typer.echo(json.dumps({"methods": rows}))
         return
@@ -59,3 +69,39 @@ def methods_check(
         typer.echo(json.dumps({"passed": passed, "reports": rows}))
     if not passed:
         raise typer.Exit(1)
+
+
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """The table of docs/methods.md."""
+    lines = [
+        "| method | family | paper | exactness | reuse | options | bytes a token | not served | what it does |",
+        "|---" * 9 + "|",
+    ]
+    for row in rows:
+        options = ", ".join(f"{name}={value or '(given)'}" for name, value in row["options"].items())
+        refused = ", ".join(name for name, why in row["models"].items() if why)
+        size = row["preparation"] or "-" if row["bytes_per_token"] is None else f"{row['bytes_per_token']:,}"
+        said = (
+            row["family"],
+            row["paper"] or "-",
+            row["exactness"],
+            row["reuse"],
+            options or "-",
+            size,
+            refused or "-",
+            row["summary"],
+        )
+        lines.append(f"| `{row['name']}` | {' | '.join(said)} |")
+    return "\n".join(lines)
+
+
+def _write(doc: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Replace what stands between the marks."""
+    try:
+        before, _, rest = doc.read_text().partition(f"{MARK}\n")
+    except OSError as error:
+        raise BadRequest(f"{doc}: {error}", param="doc") from None
+    _, end, after = rest.partition(MARK_END)
+    if not end:
+        raise BadRequest(f"{doc} has no {MARK} and {MARK_END}", param="doc")
+    doc.write_text(f"{before}{MARK}\n{markdown(rows)}\n{end}{after}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +13,7 @@ from typing import Any
 from agentkv import methods
 from agentkv.check.scene import LENGTH
 from agentkv.engine.sparse import SparseMethod
-from agentkv.errors import BadRequest
+from agentkv.errors import BadRequest, UnknownOption
 
 
 def subjects(target: str, options: Mapping[str, Any]) -> list[SparseMethod]:
@@ -23,22 +22,22 @@ def subjects(target: str, options: Mapping[str, Any]) -> list[SparseMethod]:
     BadRequest: an unknown name or option, a value out of range, a file that defines no method or cannot be run.
     """
     if not target.endswith(".py"):
-        return [scaled(methods.get(target, **options), options)]
+        return [configured(methods.resolve(target), target, options)]
     kinds = defined(run_file(Path(target)))
     if not kinds:
         raise BadRequest(f"{target} defines no subclass of SparseMethod", param="target")
-    return [scaled(methods.configured(kind, kind.__name__, **options), options) for kind in kinds]
+    return [configured(kind, kind.__name__, options) for kind in kinds]
 
 
-def scaled(method: SparseMethod, given: Mapping[str, Any]) -> SparseMethod:
-    """The method at the size of the kit's prompts; options that were given stay. BadRequest where they do not go together."""
-    small = {name: value for name, value in method.small(LENGTH).items() if name not in given}
+def configured(kind: type[SparseMethod], name: str, given: Mapping[str, Any]) -> SparseMethod:
+    """A method at the size of the kit's prompts, but for what is given. BadRequest, UnknownOption: see `methods.configured`."""
     try:
-        return replace(method, **small)
-    except (TypeError, ValueError) as error:
-        raise BadRequest(
-            f"{type(method).__name__}: {error}", hint=f"With {small}; give these yourself", param="option"
-        ) from None
+        made = methods.configured(kind, name, **given)
+    except UnknownOption:
+        raise
+    except BadRequest:  # what is given goes with other small options only, or not at all
+        made = methods.configured(kind, name)
+    return methods.configured(kind, name, **{**made.small(LENGTH), **given})
 
 
 def run_file(path: Path) -> ModuleType:

@@ -208,8 +208,7 @@ class Modest(Edges):
     """memory: says that it holds one token less than it does."""
 
     def most(self, prompt: int, tokens: int) -> Most:
-        most = super().most(prompt, tokens)
-        return most._replace(tail=most.tail - 1)
+        return super().most(prompt, tokens)._replace(tail=self.budget - self.first - 1 + tokens - prompt)
 
     def most_read(self, layer: int, prompt: int, tokens: int) -> int:
         return super().most_read(layer, prompt, tokens) + 1

@@ -68,6 +68,7 @@ def test_a_failed_check_is_exit_code_1(command: Any, monkeypatch: pytest.MonkeyP
         ("dense", "--option", "budget=3"),
         ("dense", "--option", "budget"),
         (str(FOLDER / "toys.py"), "--option", "budget=0"),
+        (str(FOLDER / "toys.py"), "--option", "first=3"),
         ("dense", "--model", "nowhere"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from broken import BROKEN, Impatient
 from toys import Edges, Newest
@@ -11,11 +13,11 @@ from agentkv.check.kit import CHECKS, check
 from agentkv.check.models import TINY, opened, tiny
 from agentkv.check.outcome import Outcome
 from agentkv.check.scene import Case
-from agentkv.check.subject import scaled
+from agentkv.check.subject import configured
 from agentkv.engine.loader import LoadedModel
 from agentkv.engine.sparse import SparseMethod
 
-SOUND = {"dense": methods.get("dense"), "edges": Edges(), "newest": Newest()}
+SOUND: dict[str, type[SparseMethod]] = {"dense": methods.resolve("dense"), "edges": Edges, "newest": Newest}
 SKIPPED = {"dense": {"counts"}, "edges": {"append"}, "newest": {"append", "counts"}}
 
 
@@ -29,13 +31,17 @@ def small() -> LoadedModel:
     return tiny(TINY[0], num_layers=2)
 
 
+def made(kind: type[SparseMethod], **options: Any) -> SparseMethod:
+    return configured(kind, kind.__name__, options)
+
+
 def failures(outcomes: list[Outcome]) -> dict[str, str]:
     return {each.check: each.detail for each in outcomes if each.result == "failed"}
 
 
 @pytest.mark.parametrize("name", SOUND)
 def test_a_method_that_keeps_the_contract_passes(name: str, family: LoadedModel) -> None:
-    outcomes = check(scaled(SOUND[name], {}), family)
+    outcomes = check(made(SOUND[name]), family)
     assert failures(outcomes) == {}
     assert {each.check for each in outcomes if each.result == "skipped"} == SKIPPED[name]
 
@@ -44,7 +50,7 @@ def test_a_method_that_keeps_the_contract_passes(name: str, family: LoadedModel)
 @pytest.mark.parametrize("name", SOUND)
 def test_on_micro_too(name: str) -> None:
     (micro,) = opened("micro")
-    assert failures(check(scaled(SOUND[name], {}), micro)) == {}
+    assert failures(check(made(SOUND[name]), micro)) == {}
 
 
 def test_each_check_has_a_method_that_breaks_it() -> None:
@@ -53,7 +59,7 @@ def test_each_check_has_a_method_that_breaks_it() -> None:
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_method_broken_in_one_way_fails_that_check_and_no_other(name: str, small: LoadedModel) -> None:
-    assert failures(check(scaled(BROKEN[name](), {}), small)).keys() == {name}
+    assert failures(check(made(BROKEN[name]), small)).keys() == {name}
 
 
 @pytest.mark.parametrize("way", ["item", "tolist", "numpy", "nonzero", "where", "bool", "int", "mask", "unique", "repeat"])
@@ -73,5 +79,6 @@ def test_who_selects_says_how_much(small: LoadedModel) -> None:
 
 
 def test_options_that_were_given_stay() -> None:
-    assert scaled(Edges(budget=60, first=7), {"first": 7}) == Edges(budget=50, first=7)
-    assert scaled(SparseMethod(), {}) == SparseMethod()
+    assert made(Edges, first=7) == Edges(budget=50, first=7)
+    assert made(Edges, budget=3, first=2) == Edges(budget=3, first=2)
+    assert made(SparseMethod) == SparseMethod()

@@ -45,8 +45,7 @@ class Edges(SparseMethod):
         return Keep(held.tokens - (self.budget - self.first), self.first)
 
     def most(self, prompt: int, tokens: int) -> Most:
-        tail = self.budget - self.first + tokens - prompt if prompt > self.budget else tokens
-        return Most(tail, Keep(0, self.first), again=True)
+        return Most(min(tokens, self.budget + tokens - prompt), Keep(0, self.first), again=True)
 
     def seal(self, job: SealJob) -> Kept:
         shape = job.shape
