@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from agentkv.check.outcome import Failed, Skipped, require
-from agentkv.check.scene import CLOSE, LENGTH, MORE, NEW, Case, Scene, difference, same
+from agentkv.check.scene import CLOSE, LENGTH, MORE, NEW, PAGE, Case, Scene, difference, same
 from agentkv.check.seen import FirstDecode, ReadSlot, ViewWatcher
 from agentkv.engine.core import Edit
 from agentkv.engine.sparse import Read, SparseMethod
@@ -43,7 +43,7 @@ def reference(case: Case) -> str:
     config = case.loaded.config
     eyes = FirstDecode(config.num_layers)
     case.scene(watcher=eyes).turn(case.ids(1))
-    plain = eyes.plain(config.attention_scale or config.head_dim**-0.5)
+    plain = eyes.plain(config.attention_scale or config.head_dim**-0.5, PAGE)
     tolerance = 1e-9 if case.loaded.dtype == torch.float64 else 1e-4
     worst = 0.0
     for layer, token in enumerate(eyes.token):

@@ -67,7 +67,7 @@ class FirstDecode(Watcher):
             return self._replays[-1][layer]
         return (self.prompt if batch.prefill else self.token)[layer]
 
-    def plain(self, scale: float) -> Plain:
+    def plain(self, scale: float, page_size: int) -> Plain:
         """For `reference`."""
         return Plain(
             q=[torch.cat(seen.q) for seen in self.prompt],
@@ -78,6 +78,8 @@ class FirstDecode(Watcher):
             replays=[[(torch.cat(seen.q), torch.cat(seen.k)) for seen in run] for run in self._replays],
             scale=scale,
             own=[(seen.k[0][0], seen.v[0][0]) for seen in self.token],
+            own_x=[seen.x[0][0] for seen in self.token],
+            page_size=page_size,
         )
 
 
