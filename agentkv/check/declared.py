@@ -91,7 +91,8 @@ def _bytes(case: Case, state: KVState) -> tuple[int, int]:
         if spec.part != "sealed":
             total += _unit(spec, PAGE) * (1 if whole else pages)
         if spec.part != "tail" and state.slots:
-            total += _unit(spec, SEALED_PAGE) * (1 if whole else slots)
+            page = spec.group(SEALED_PAGE, sealed=True).page_size
+            total += _unit(spec, page) * -(-state.slots // page)
     if method.seals_into in ("stripe", "head") and state.slots:
         c = loaded.config
         heads = c.num_layers * c.num_kv_heads
@@ -234,7 +235,12 @@ def needs(case: Case) -> str:
 
 def waits(case: Case) -> str:
     """No hook, and no seal, waits for the device."""
-    scene, ids = case.scene(watcher=WaitWatcher()), case.ids(1)
-    first = scene.turn(ids, "a")
-    scene.turn(case.more(ids, first, 2), "a")
+    eyes = WaitWatcher()
+    scene, ids = case.scene(watcher=eyes), case.ids(1)
+    try:
+        first = scene.turn(ids, "a")
+        scene.turn(case.more(ids, first, 2), "a")
+    except Exception:
+        require(not eyes.failures, "; ".join(eyes.failures))
+        raise
     return "in hooks and seals of two turns"

@@ -25,7 +25,7 @@ class NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, given = func.overloadpacket.__name__, kwargs or {}
-        if name in WAIT or _masks(name, args) or (name == "repeat_interleave" and given.get("output_size") is None):
+        if name in WAIT or _masks(name, args) or _sums(func, given):
             raise Failed(f"{name} waits for the device")
         with self:  # in inference mode, operations that are made of others come here whole
             parts = func.decompose(*args, **given)
@@ -48,8 +48,17 @@ def _masks(name: str, args: Any) -> bool:
     return any(isinstance(each, torch.Tensor) and each.dtype in (torch.bool, torch.uint8) for each in args[1] or ())
 
 
+def _sums(func: Any, given: Any) -> bool:
+    """Is the size of what comes out the sum of a tensor?"""
+    of_tensor = func.overloadpacket.__name__ == "repeat_interleave" and func._overloadname != "self_int"
+    return of_tensor and given.get("output_size") is None
+
+
 class WaitWatcher(Watcher):
-    """Runs hooks where nothing may wait."""
+    """Runs hooks where nothing may wait. failures: what waited, whatever the engine made of it."""
+
+    def __init__(self) -> None:
+        self.failures: list[str] = []
 
     def around(self, hook: str, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Make the call under guard."""
@@ -59,7 +68,8 @@ class WaitWatcher(Watcher):
             with NoReading(), NoWaiting():  # type: ignore[no-untyped-call]
                 return call(*args)
         except Failed as failed:
-            raise Failed(f"{hook}: {failed.message}") from None
+            self.failures.append(f"{hook}: {failed.message}")
+            raise
         finally:
             if torch.cuda.is_available():
                 torch.cuda.set_sync_debug_mode("default")

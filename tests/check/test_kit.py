@@ -68,6 +68,10 @@ def test_every_way_to_wait_is_seen(way: str, small: LoadedModel) -> None:
         CHECKS["waits"](Case(Impatient(way), small))
 
 
+def test_what_does_not_wait_passes(small: LoadedModel) -> None:
+    assert CHECKS["waits"](Case(Impatient("sized"), small))
+
+
 class Silent(Newest):
     def most_read(self, layer: int, prompt: int, tokens: int) -> int:
         return tokens
