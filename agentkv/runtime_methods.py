@@ -58,9 +58,8 @@ def _default(option: Field[Any]) -> str | None:
 
 
 def _models(method: SparseMethod | None, loaded: LoadedModel) -> dict[str, str | None]:
-    """By architecture, None where it is served, else why not."""
-    shape = model_shape(loaded, PAGE)
-    found: dict[str, str | None] = {}
-    for name in models.ARCHITECTURES:
-        found[name] = None if method is None else method.unserved(replace(shape, windowed=name in _WINDOWED))
-    return found
+    """By architecture, None where it is served, once it is prepared, else why not."""
+    if method is None:
+        return dict.fromkeys(models.ARCHITECTURES)
+    kind, shape = SparseMethod if method.preparation else type(method), model_shape(loaded, PAGE)
+    return {name: kind.unserved(method, replace(shape, windowed=name in _WINDOWED)) for name in models.ARCHITECTURES}
