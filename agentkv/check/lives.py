@@ -17,7 +17,8 @@ def append(case: Case) -> str:
     (answer,) = case.plain(1)
     scene = case.scene()
     (at_once,) = scene.finish(scene.start([*case.ids(1), *answer.ids[:-1]], new=1))
-    _alike(Answer(answer.ids[-1:], answer.logprobs[-1:], 0, 0), at_once, "after the same tokens as a prompt")
+    last = answer._replace(ids=answer.ids[-1:], logprobs=answer.logprobs[-1:])
+    _alike(last, at_once, "after the same tokens as a prompt")
     if not method.truncates:
         return "as a prompt"
     ids = case.ids(1, 7) * 9

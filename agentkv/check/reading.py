@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from agentkv.check.outcome import Failed, Skipped, require
-from agentkv.check.scene import CLOSE, LENGTH, MORE, NEW, PAGE, Case, Scene, difference, same
+from agentkv.check.scene import LENGTH, MORE, NEW, PAGE, SPAN, Case, Scene, difference, same
 from agentkv.check.seen import FirstDecode, ReadSlot, ViewWatcher
 from agentkv.engine.core import Edit
 from agentkv.engine.sparse import Read, SparseMethod
@@ -28,7 +28,7 @@ def budget(case: Case) -> str:
         raise Skipped("no options make it read what full attention reads")
     wide = Case(replace(case.method, **options), case.loaded)
     full = Case(SparseMethod(), case.loaded)
-    close = CLOSE if case.method.stores and case.method.seals_into != "states" else CODED
+    close = None if case.method.stores and case.method.seals_into != "states" else CODED
     for turn, (wanted, found) in enumerate(zip(full.plain(1, 2), wide.plain(1, 2), strict=True), 1):
         require(same(wanted, found, close), f"turn {turn} with {_named(options) or 'its options'}: {difference(wanted, found)}")
     return f"two turns with {_named(options) or 'any options'}"
@@ -47,12 +47,22 @@ def reference(case: Case) -> str:
     tolerance = 1e-9 if case.loaded.dtype == torch.float64 else 1e-4
     worst = 0.0
     for layer, token in enumerate(eyes.token):
-        read = case.method.reference(plain, layer)
+        window = config.sliding[layer] if config.sliding else None
+        read = _seen(case.method.reference(plain, layer), LENGTH, window)
         wanted = _dense(plain.query[layer], read, plain.own[layer], LENGTH, plain.scale)
         gap = float((wanted - token.out[0][0].double()).abs().max() / wanted.abs().max().clamp(min=1))
         worst = max(worst, gap)
         require(gap <= tolerance, f"layer {layer}: attention is off by {gap:.1e}; reference says {_counts(read)} slots by head")
     return f"{config.num_layers} layers within {worst:.1e}"
+
+
+def _seen(read: Read, length: int, window: int | None) -> Read:
+    """What a layer's window, which is the model's, leaves of it for the query at `length`."""
+    if window is None:
+        return read
+    stay = [[i for i, position in enumerate(head) if position > length - window] for head in read.positions]
+    positions = [[head[i] for i in at] for head, at in zip(read.positions, stay, strict=True)]
+    return Read(positions, *([head[at] for head, at in zip(each, stay, strict=True)] for each in (read.k, read.v)))
 
 
 def _dense(query: Tensor, read: Read, own: tuple[Tensor, Tensor], length: int, scale: float) -> Tensor:
@@ -113,7 +123,7 @@ def prune(case: Case) -> str:
 def _spans(scene: Scene, length: int) -> tuple[list[Interval], int]:
     """What to prune of a chain, and how many of these tokens lie in the tail."""
     floor = scene.state("a").floor
-    spans = [(20, 31), (max(floor, length - 9), length - 4)]
+    spans = [SPAN, (max(floor, length - 9), length - 4)]
     tail = sum(max(0, end - max(start, floor)) for start, end in spans)
     return [span for span in spans if span[0] < span[1]], tail
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
+
 from agentkv.check.outcome import Failed
 from agentkv.check.watch import Watcher, watched
 from agentkv.engine.cache.state import KVState
@@ -25,21 +27,26 @@ NEW = 6
 """Tokens that a turn generates."""
 MORE = 21
 """Tokens of a later prompt beyond its history."""
-CLOSE = 1e-6
-"""Log-probabilities of the same computation in another order."""
+CLOSE = {torch.float64: 1e-6, torch.float32: 1e-3}
+"""By dtype, how near log-probabilities are of the same computation in another order; other dtypes: a tenth."""
+SPAN = (8, 36)
+"""Early tokens that are pruned: some of them are still held by a method that keeps half of a prompt."""
 
 
 class Answer(NamedTuple):
-    """One turn: the generated ids and their log-probabilities, and what of the prompt was cached and prefilled."""
+    """One turn: the generated ids and their log-probabilities, what of the prompt was cached and prefilled, and how near the
+    log-probabilities of the same turn are."""
 
     ids: list[int]
     logprobs: list[float]
     cached: int
     prefilled: int
+    close: float
 
 
-def same(a: Answer, b: Answer, close: float = CLOSE) -> bool:
+def same(a: Answer, b: Answer, close: float | None = None) -> bool:
     """Are the tokens the same, and as likely?"""
+    close = close or a.close
     return a.ids == b.ids and all(abs(x - y) <= close for x, y in zip(a.logprobs, b.logprobs, strict=True))
 
 
@@ -113,12 +120,12 @@ class Scene:
                 logprobs.setdefault(output.seq.seq_id, []).extend(score.logprob for score in output.scores)
             if self.each_step is not None:
                 self.each_step(self.llm)
-        answers = []
+        answers, close = [], CLOSE.get(self.loaded.dtype, 0.1)
         for seq in running:
             if seq.fault is not None:
                 raise Failed(getattr(seq.fault, "message", repr(seq.fault)))
             made = list(seq.token_ids[seq.num_prompt_tokens :])
-            answers.append(Answer(made, logprobs[seq.seq_id], seq.num_cached_tokens, seq.num_prefilled_tokens))
+            answers.append(Answer(made, logprobs[seq.seq_id], seq.num_cached_tokens, seq.num_prefilled_tokens, close))
             self.llm.commit(seq, made)
         return answers
 
@@ -153,6 +160,11 @@ class Case:
         """Random tokens of prompt `number`."""
         draw = random.Random(number)
         return [draw.randrange(self.loaded.config.vocab_size) for _ in range(count)]
+
+    @property
+    def windowed(self) -> bool:
+        """Has the model layers that see a window only?"""
+        return any(group.window is not None for group in self.loaded.groups(PAGE))
 
     def scene(self, **more: Any) -> Scene:
         """An engine with the method alone; see Scene."""
