@@ -14,17 +14,17 @@ MICRO = Path(__file__).resolve().parent.parent / "data" / "micro"
 TINY = ("Qwen3ForCausalLM", "LlamaForCausalLM")
 
 
-def tiny(architecture: str, device: str = "cpu", num_layers: int = 3) -> LoadedModel:
+def tiny(architecture: str, device: str = "cpu", sliding: tuple[int | None, ...] = (None, None, None)) -> LoadedModel:
     """Layers of two KV heads of 32 dims for four heads, random weights in float64 (a GPU: float32).
 
-    Weights are wide enough that a token which is read, or is not, changes the next one.
+    sliding: by layer, the window of tokens that it sees, None for all. Weights are wide enough that a token which is read, or is not, changes the next one.
     """
     config = ModelConfig(
         architecture=architecture,
         vocab_size=128,
         hidden_size=64,
         inner_size=96,
-        num_layers=num_layers,
+        num_layers=len(sliding),
         num_heads=4,
         num_kv_heads=2,
         head_dim=32,
@@ -32,6 +32,7 @@ def tiny(architecture: str, device: str = "cpu", num_layers: int = 3) -> LoadedM
         rope=RopeConfig(1000.0),
         window=512,
         tied=False,
+        sliding=sliding if any(sliding) else (),
     )
     dtype = dtype_on(device)
     draw = torch.Generator().manual_seed(7)

@@ -28,7 +28,7 @@ def family(request: pytest.FixtureRequest) -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def small() -> LoadedModel:
-    return tiny(TINY[0], num_layers=2)
+    return tiny(TINY[0], sliding=(None, None))
 
 
 def made(kind: type[SparseMethod], **options: Any) -> SparseMethod:
@@ -44,6 +44,12 @@ def test_a_method_that_keeps_the_contract_passes(name: str, family: LoadedModel)
     outcomes = check(made(SOUND[name]), family)
     assert failures(outcomes) == {}
     assert {each.check for each in outcomes if each.result == "skipped"} == SKIPPED[name]
+
+
+def test_windows_of_the_model_are_taken_into_account() -> None:
+    outcomes = check(made(SOUND["dense"]), tiny(TINY[0], sliding=(24, None, 24)))
+    assert failures(outcomes) == {}
+    assert {each.check for each in outcomes if each.result == "skipped"} == {"counts", "memory"}
 
 
 @pytest.mark.slow
