@@ -17,7 +17,8 @@ TINY = ("Qwen3ForCausalLM", "LlamaForCausalLM")
 def tiny(architecture: str, device: str = "cpu", sliding: tuple[int | None, ...] = (None, None, None)) -> LoadedModel:
     """Layers of two KV heads of 32 dims for four heads, random weights in float64 (a GPU: float32).
 
-    sliding: by layer, the window of tokens that it sees, None for all. Weights are wide enough that a token which is read, or is not, changes the next one.
+    sliding: by layer, the window of tokens that it sees, None for all. Weights are wide enough that a token which is read, or
+    is not, changes the next one.
     """
     config = ModelConfig(
         architecture=architecture,
