@@ -26,18 +26,19 @@ def list_methods() -> list[dict[str, Any]]:
 
 def _row(name: str, kind: type[SparseMethod], loaded: LoadedModel) -> dict[str, Any]:
     method = _configured(name)
+    said = kind if method is None else method  # what it is may depend on options
     return {
         "name": name,
         "family": kind.family,
         "paper": kind.paper,
-        "exactness": kind.exactness,
-        "reuse": kind.reuse,
-        "evicts": kind.evicts,
+        "exactness": said.exactness,
+        "reuse": said.reuse,
+        "evicts": said.evicts,
         "options": {option.name: _default(option) for option in fields(kind)},
         "bytes_per_token": None if method is None else bytes_per_token(method, loaded),
         "shape": SHAPE,
         "models": _models(method, loaded),
-        "preparation": kind.preparation,
+        "preparation": said.preparation,
         "summary": (kind.__doc__ or "").strip().splitlines()[0],
     }
 
