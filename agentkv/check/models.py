@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from agentkv.engine import models
+from agentkv.engine.devices import usable_device
 from agentkv.engine.layers import ModelConfig, RopeConfig
 from agentkv.engine.loader import LoadedModel, load_model
 
@@ -50,6 +51,7 @@ def tiny(architecture: str, device: str = "cpu", sliding: tuple[int | None, ...]
 
 def opened(name: str, device: str = "cpu") -> tuple[LoadedModel, ...]:
     """The models of a name: `tiny` is two, `micro` the bundled one, else a directory or GGUF file. BadModel, BadRequest."""
+    device = usable_device(device)
     if name == "tiny":
         return tuple(tiny(architecture, device) for architecture in TINY)
     return (load_model(MICRO if name == "micro" else name, device=device, dtype=dtype_on(device)),)

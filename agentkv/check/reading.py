@@ -114,6 +114,7 @@ def prune(case: Case) -> str:
     require(after.bytes_held <= before.bytes_held, "more bytes are held after a prune")
     eyes.forget()
     scene.turn(case.more(ids, first, 2), "a", edits=(Edit(len(whole), tuple(spans)),))
+    require(bool(eyes.reads), "attention read nothing")
     for layer, heads in eyes.reads:
         for head, slots in enumerate(heads):
             _look(slots, spans, f"layer {layer}, head {head}")

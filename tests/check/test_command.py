@@ -70,6 +70,7 @@ def test_a_failed_check_is_exit_code_1(command: Any, monkeypatch: pytest.MonkeyP
         (str(FOLDER / "toys.py"), "--option", "budget=0"),
         (str(FOLDER / "toys.py"), "--option", "first=3"),
         ("dense", "--model", "nowhere"),
+        ("dense", "--device", "abacus"),
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(command: Any, argv: tuple[str, ...], quick: None) -> None:
