@@ -39,8 +39,15 @@ def _row(name: str, kind: type[SparseMethod], loaded: LoadedModel) -> dict[str, 
         "shape": SHAPE,
         "models": _models(method, loaded),
         "preparation": said.preparation,
-        "summary": (kind.__doc__ or "").strip().splitlines()[0],
+        "summary": _summary(kind.__doc__ or ""),
     }
+
+
+def _summary(doc: str) -> str:
+    """The first sentence, and those behind it while that is short."""
+    words = " ".join(doc.split())
+    end = words.find(". ", 40)
+    return words if end < 0 else words[: end + 1]
 
 
 def _configured(name: str) -> SparseMethod | None:
