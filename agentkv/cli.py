@@ -16,12 +16,12 @@ import typer
 
 from agentkv.cli_bench import app as bench_app
 from agentkv.cli_doctor import doctor
+from agentkv.cli_methods import app as methods_app
 from agentkv.cli_sessions import app as sessions_app
 from agentkv.errors import AgentkvError, BadRequest
 from agentkv.types import Policy, options_of
 
 app = typer.Typer(name="agentkv", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-methods_app = typer.Typer(help="Attention methods.", invoke_without_command=True)
 app.add_typer(sessions_app, name="sessions")
 app.add_typer(methods_app, name="methods")
 app.add_typer(bench_app, name="bench")
@@ -162,26 +162,6 @@ def serve(
         typer.echo(lines.replace('"none"', '"YOUR_KEY"') if api_key else lines, err=True)
         served = create_app(runtime, api_keys=tuple(api_key or ()), policy=default_policy)
         uvicorn.run(served, host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)
-
-
-@methods_app.callback()
-def methods_root(context: typer.Context, as_json: AsJson = False) -> None:
-    """Attention methods: name, family, exactness, reuse, options."""
-    if context.invoked_subcommand is None:
-        methods_ls(as_json)
-
-
-@methods_app.command("ls")
-def methods_ls(as_json: AsJson = False) -> None:
-    """List the methods."""
-    from agentkv.runtime import list_methods
-
-    rows = list_methods()
-    if as_json:
-        typer.echo(json.dumps({"methods": rows}))
-        return
-    for row in rows:
-        typer.echo(f"{row['name']:12} {row['family']:12} {row['exactness']:8} {row['reuse']:6} {row['summary']}")
 
 
 def _tell(event: Any) -> None:

@@ -410,9 +410,9 @@ def transcript(store: SessionStore, session_id: str) -> list[dict[str, Any]]:
 
 def list_methods() -> list[dict[str, Any]]:
     """Every attention method, as `agentkv methods` shows it."""
-    from agentkv import runtime_engine
+    from agentkv import runtime_methods
 
-    return runtime_engine.list_methods()
+    return runtime_methods.list_methods()
 
 
 def _stored_id(tenant: str, id: str) -> str:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from agentkv import methods as known
 from agentkv.engine.checkpoint import find_gguf
@@ -209,21 +208,3 @@ def _fingerprint(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig
     said = () if method is None else (repr(method),)
     parts = (loaded.fingerprint, tokenizer.fingerprint, *said, str(loaded.dtype), str(config.page_size))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-
-def list_methods() -> list[dict[str, Any]]:
-    """Every method: name, family, exactness, reuse, options with defaults, summary."""
-    rows = []
-    for name in known.NAMES:
-        kind = known.resolve(name)
-        rows.append(
-            {
-                "name": name,
-                "family": kind.family,
-                "exactness": kind.exactness,
-                "reuse": kind.reuse,
-                "options": {option.name: repr(getattr(known.get(name), option.name)) for option in fields(kind)},
-                "summary": (kind.__doc__ or "").strip().splitlines()[0],
-            }
-        )
-    return rows

@@ -66,13 +66,17 @@ def _literal(text: str) -> Any:
 
 def get(name: str, **options: Any) -> SparseMethod:
     """A configured method. Unknown options are an UnknownOption, values out of range a BadRequest."""
-    cls = resolve(name)
-    known = sorted(each.name for each in fields(cls))
+    return configured(resolve(name), name, **options)
+
+
+def configured(kind: type[SparseMethod], name: str, **options: Any) -> SparseMethod:
+    """The same of a class; name: what messages call it."""
+    known = sorted(each.name for each in fields(kind))
     unknown = sorted(set(options) - set(known))
     if unknown:
         hint = f"Known: {', '.join(known)}" if known else f"{name} has no options"
         raise UnknownOption(f"method {name!r} has no option {unknown[0]!r}", hint=hint, param=unknown[0])
     try:
-        return cls(**options)
+        return kind(**options)
     except (TypeError, ValueError) as error:
         raise BadRequest(f"method {name!r}: {error}", param="method") from None

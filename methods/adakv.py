@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -128,6 +129,14 @@ class AdaKV(SparseMethod):
         if self.allocation == "floor":
             return wins
         return (wins.double() * (1 - self.safeguard) + int(self._share * self.safeguard)).round().to(torch.int32)
+
+    def identity(self, length: int) -> Mapping[str, Any]:
+        """See SparseMethod."""
+        return {"capacity": length}
+
+    def small(self, length: int) -> Mapping[str, Any]:
+        """See SparseMethod."""
+        return {"capacity": length // 2, "window": 8}
 
     def reference(self, plain: Plain, layer: int) -> Read:
         """Scores one by one, sorted in Python."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -156,6 +156,10 @@ class H2O(SparseMethod):
         counts = (scores >= 0).sum(2, dtype=torch.int32).clamp(max=job.work.seal.slots)
         chosen = top_positions(scores, min(job.work.seal.slots, older), counts=counts)
         return Kept(chosen.to(torch.int64), counts)
+
+    def identity(self, length: int) -> Mapping[str, Any]:
+        """See SparseMethod."""
+        return {"heavy": length, "recent": length}
 
     def reference(self, plain: Plain, layer: int) -> Read:
         """Scores query by query, sorted in Python."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -168,6 +168,14 @@ class KVzip(SparseMethod):
         kept = kept & valid
         order = torch.sort((~kept).to(torch.uint8), dim=2, stable=True).indices
         return Kept(order[..., : job.work.seal.slots], kept.sum(2, dtype=torch.int32))
+
+    def identity(self, length: int) -> Mapping[str, Any]:
+        """See SparseMethod."""
+        return {"keep_ratio": 1.0}
+
+    def small(self, length: int) -> Mapping[str, Any]:
+        """See SparseMethod."""
+        return {"chunk": 40}
 
     def reference(self, plain: Plain, layer: int) -> Read:
         """Scores query by query, sorted in Python."""

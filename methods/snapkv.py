@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
@@ -94,6 +95,14 @@ class SnapKV(SparseMethod):
             layers.append(observed.best(seal.slots, torch.full_like(observed.lens, seal.slots)))
         indices, counts = zip(*layers, strict=True)
         return Kept(torch.stack(indices), torch.stack(counts))
+
+    def identity(self, length: int) -> Mapping[str, Any]:
+        """See SparseMethod."""
+        return {"capacity": length}
+
+    def small(self, length: int) -> Mapping[str, Any]:
+        """See SparseMethod."""
+        return {"capacity": length // 2, "window": 8}
 
     def reference(self, plain: Plain, layer: int) -> Read:
         """Scores one by one, sorted in Python."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
@@ -77,6 +78,14 @@ class StreamingLLM(SparseMethod):
         if not batch.prefill and isinstance(tail.table, RowTable):
             tail = replace(tail, table=tail.table.newest(self.recent))
         return AttentionView((*sealed, tail))
+
+    def identity(self, length: int) -> Mapping[str, Any]:
+        """See SparseMethod."""
+        return {"recent": length}
+
+    def small(self, length: int) -> Mapping[str, Any]:
+        """See SparseMethod."""
+        return {"recent": length // 2 - self.sinks}
 
     def reference(self, plain: Plain, layer: int) -> Read:
         """See the class: the token behind a prompt is at position n."""

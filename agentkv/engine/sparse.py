@@ -6,9 +6,9 @@ capabilities, never for a name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -124,7 +124,8 @@ class Plain(NamedTuple):
     """One sequence as plain tensors, for `reference`. By layer: q `[n, num_heads, head_dim]`, k and v
     `[n, num_kv_heads, head_dim]` of the n tokens of a prompt, rotated; query `[num_heads, head_dim]` of the token behind it;
     x `[n, hidden_size]`, normed, that k and v were made from. replays: by run and layer, (q, k) of its tokens. scale: of the
-    scores."""
+    scores. own: by layer, (k, v) `[num_kv_heads, head_dim]` of the token behind the prompt; own_x: what they were made from.
+    page_size: slots of a page of KV."""
 
     q: Sequence[Tensor]
     k: Sequence[Tensor]
@@ -133,10 +134,16 @@ class Plain(NamedTuple):
     x: Sequence[Tensor]
     replays: Sequence[Sequence[tuple[Tensor, Tensor]]]
     scale: float
+    own: Sequence[tuple[Tensor, Tensor]] = ()
+    own_x: Sequence[Tensor] = ()
+    page_size: int = 16
 
 
 class Read(NamedTuple):
-    """What one query reads of a history, by KV head: positions, ascending, and keys and values `[count, head_dim]` as read."""
+    """What one query reads of a history, by KV head: positions, ascending, and keys and values `[count, head_dim]` as read.
+
+    The token behind the prompt sees its own key and value as they are; a method that reads them in another way adds them here,
+    at position n."""
 
     positions: Sequence[Sequence[int]]
     k: Sequence[Tensor]
@@ -166,6 +173,7 @@ class SparseMethod:
     kv_kinds: ClassVar[frozenset[str]] = frozenset({"full"})
     stores: ClassVar[bool] = True
     seals_into: ClassVar[Literal["stripe", "head", "states"] | None] = None
+    preparation: ClassVar[str | None] = None
 
     @property
     def needs(self) -> Needs:
@@ -265,6 +273,28 @@ class SparseMethod:
         heads = range(plain.k[layer].shape[1])
         every = list(range(len(plain.k[layer])))
         return Read([every] * len(heads), *([each[layer][:, head] for head in heads] for each in (plain.k, plain.v)))
+
+    def identity(self, length: int) -> Mapping[str, Any] | None:
+        """Options under which sequences of up to `length` tokens read just what full attention reads: a budget of that, wide
+        codes, full rank. None: there are none. Default: that `budget`, where there is such an option."""
+        return {"budget": length} if self._budgeted else {}
+
+    def small(self, length: int) -> Mapping[str, Any]:
+        """Options under which a prompt of `length` tokens already shows what the method does (sixty and more; heads of 32 dims,
+        pages of 16 slots): papers' defaults are for longer ones. Default: a `budget` of half of it."""
+        return {"budget": length // 2} if self._budgeted else {}
+
+    def most_read(self, layer: int, prompt: int, tokens: int) -> int:
+        """Most slots, its own included, that a query reads of a head while it decodes behind a prompt of so many tokens, when
+        there are `tokens`. Default: all that is held."""
+        if self.seals_into is None:
+            return tokens
+        most = self.most(prompt, tokens)
+        return most.tail + most.keep.slots
+
+    @property
+    def _budgeted(self) -> bool:
+        return any(each.name == "budget" for each in fields(self))
 
     # -- between steps
 
