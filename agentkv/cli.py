@@ -129,7 +129,8 @@ def serve(
     model: Annotated[str, typer.Argument(help="'micro', a Hugging Face directory or a .gguf file.")] = "micro",
     host: Annotated[str, typer.Option(help="Loopback unless you say otherwise.")] = "127.0.0.1",
     port: Annotated[int, typer.Option()] = 8000,
-    method: Annotated[str, typer.Option(help="Attention method.")] = "dense",
+    method: Annotated[str, typer.Option(help="Attention method, or 'name:option=value,option=value'.")] = "dense",
+    also: Annotated[list[str] | None, typer.Option(help="Another that sessions may name; repeatable.")] = None,
     memory: Annotated[str | None, typer.Option(help="KV arena: bytes, like 2GiB, or auto.")] = None,
     warm_memory: Annotated[
         str | None, typer.Option(help="Host memory for the KV of idle sessions, like 2GiB; 0: none. Default: none on CPU.")
@@ -157,6 +158,7 @@ def serve(
     _check_free(host, port)
     sizes: dict[str, Any] = {"memory": memory, "window": window, "page_size": page_size, "warm_memory": warm_memory}
     sizes |= {"step_timeout": step_timeout, "lookup": lookup, "threads": threads}
+    sizes["methods"] = also or ()
     with Runtime(model, method=method, device=device, dtype=dtype, db=db or DEFAULT, **sizes) as runtime:
         lines = paste_lines(f"http://{host}:{port}", runtime.model_name, runtime.window)
         typer.echo(lines.replace('"none"', '"YOUR_KEY"') if api_key else lines, err=True)
