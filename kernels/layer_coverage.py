@@ -15,7 +15,10 @@ QUERIES = 64
 
 def coverage(traces: Sequence[tuple[Tensor, Tensor]], scale: float, share: float) -> list[list[float]]:
     """`cover[layer][later]`: the share of a later layer's attention that falls on the tokens which `layer` scores highest (by
-    the most that a head gives), mean over heads and QUERIES tokens of the second half. A layer sees `share` of the tokens."""
+    the most that a head gives): of the head with the least, since few heads look things up and a mean would not hear them; mean
+    over QUERIES tokens of the second half. A layer sees `share` of the tokens.
+
+    traces: q `[num_tokens, num_heads, head_dim]` and k `[num_tokens, num_kv_heads, head_dim]` of each layer."""
     length = len(traces[0][0])
     at = torch.linspace(length // 2, length - 1, min(QUERIES, length - length // 2)).long()
     ends = at.to(traces[0][0].device)
@@ -26,7 +29,7 @@ def coverage(traces: Sequence[tuple[Tensor, Tensor]], scale: float, share: float
         covered = torch.zeros(len(traces), dtype=torch.float64)
         for index, end in enumerate(at.tolist()):
             best = received[index].topk(ceil(share * (end + 1))).indices
-            covered += given[:, :, index, best].sum(2).mean(1).double().cpu()
+            covered += given[:, :, index, best].sum(2).amin(1).double().cpu()
         cover.append((covered / len(at)).tolist())
     return cover
 

@@ -181,11 +181,11 @@ def prepare(
     tokens: int = 1024,
 ) -> dict[str, Any]:
     """Write the observers of a model to `out` (JSON): of all choices of `full` layers that read everything (observers, and the
-    layers before the first), those that leave the others most of their own attention. The paper found its layers by hand.
+    layers before the first), those that leave the others most of their own attention (`coverage`). The paper found its by hand.
 
     texts: the first is read, at most `tokens` of it; none: a text that the model draws. full: None is as many as `places` has.
-    share: of the tokens that other layers read. coverage: what they keep of their attention, in the mean; unprofiled: with
-    `places`. ValueError for options out of range and a model with layers that see a window only.
+    share: of the tokens that other layers read. It says: coverage, of the attention of their least covered heads, in the mean;
+    unprofiled: with `places`. ValueError for options out of range and a model with layers that see a window only.
     """
     num_layers = model.shape.num_layers
     usual = places(num_layers)
