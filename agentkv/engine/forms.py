@@ -122,6 +122,7 @@ def _serve(
         truncates=method.truncates and not mutable,
         paged=bool(page_states),
         shrinks=method.seals_into == "stripe",
+        holes=method.seals_into == "states",
         stays=frozenset(sealed[name] for name, spec in specs.items() if name in sealed and spec.scope == "page"),
         seal=seal,
         bound=bound,
