@@ -74,7 +74,7 @@ def _root(moment: Tensor) -> Tensor:
 
 def write_prepared(path: Path, tensors: dict[str, Tensor], model: str, group_dim: int, eps: float) -> Prepared:
     """tensors: k.down, k.up, v.down, v.up `[num_layers, ...]`, frequency `[rotated / 2]`, and what there is of k.bias, v.bias,
-    k.norm `[num_layers, num_kv_heads, head_dim]`."""
+    k.norm `[num_layers, num_kv_heads, head_dim]`. ValueError where the file cannot be written."""
     tensors = {name: tensor.contiguous().cpu() for name, tensor in sorted(tensors.items())}
     digest = hashlib.sha256()
     for name, tensor in tensors.items():
@@ -83,7 +83,10 @@ def write_prepared(path: Path, tensors: dict[str, Tensor], model: str, group_dim
     _, num_groups, rank, _ = tensors["k.down"].shape
     said = {"digest": digest.hexdigest(), "model": model, "group_dim": group_dim, "num_groups": num_groups}
     said |= {"rank": rank, "eps": eps}
-    save_file(tensors, path, metadata={"low_rank": json.dumps(said)})
+    try:
+        save_file(tensors, path, metadata={"low_rank": json.dumps(said)})
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} cannot be written: {error}") from None
     return read_prepared(path)
 
 

@@ -246,3 +246,7 @@ def test_the_command_writes_what_the_engine_reads(tmp_path: Path) -> None:
     assert isinstance(refused.exception, BadRequest)
     refused = CliRunner().invoke(app, ["methods", "prepare", "palu", "micro", str(out), "--option", "group_size=3"])
     assert "it must divide" in str(refused.exception)
+    refused = CliRunner().invoke(
+        app, ["methods", "prepare", "palu", "micro", str(tmp_path / "no" / "x"), "--option", "group_size=1"]
+    )
+    assert "cannot be written" in str(refused.exception)
