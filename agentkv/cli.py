@@ -25,7 +25,6 @@ app = typer.Typer(name="agentkv", no_args_is_help=True, add_completion=False, pr
 app.add_typer(sessions_app, name="sessions")
 app.add_typer(methods_app, name="methods")
 app.add_typer(bench_app, name="bench")
-methods_app.command()(prepare)
 app.command()(doctor)
 
 Model = Annotated[str, typer.Option(help="'micro', a Hugging Face directory or a .gguf file.")]

@@ -17,6 +17,8 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from agentkv import methods
+from agentkv.check.kit import check
+from agentkv.check.subject import subjects
 from agentkv.cli import app
 from agentkv.engine.core import Edit, Request
 from agentkv.engine.loader import load_model
@@ -199,6 +201,11 @@ def test_the_reference_says_the_same(folder: Path, plain: str, group_size: int) 
             assert list(read.positions[head]) == list(range(30))
             for x, found in zip(attention.exact, (read.k[head], read.v[head]), strict=True):
                 assert (x[head] - found).abs().max() < CLOSE
+
+
+def test_it_keeps_the_contract(folder: Path, calibrated: str) -> None:
+    (method,) = subjects("palu", {"prepared": calibrated})
+    assert [each for each in check(method, load_model(folder, dtype="float64")) if each.result == "failed"] == []
 
 
 def test_another_model_s_file_is_refused(folder: Path, plain: str, tmp_path: Path) -> None:
