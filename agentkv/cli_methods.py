@@ -10,9 +10,11 @@ from typing import Annotated, Any
 
 import typer
 
+from agentkv.cli_prepare import prepare
 from agentkv.errors import BadRequest
 
-app = typer.Typer(help="Attention methods: ls, check.", invoke_without_command=True)
+app = typer.Typer(help="Attention methods: ls, check, prepare.", invoke_without_command=True)
+app.command()(prepare)
 
 MARK, MARK_END = "<!-- methods -->", "<!-- /methods -->"
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object, the last line on stdout.")]

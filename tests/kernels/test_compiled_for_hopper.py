@@ -10,7 +10,8 @@ import torch
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the compiler is not there when interpreted")
-KINDS = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+KINDS |= {torch.uint8: "u8"}
 BF16 = torch.bfloat16
 
 
@@ -93,3 +94,18 @@ def test_token_ops(built: dict[str, str]) -> None:
     place = torch.zeros(8, dtype=torch.int64)
     fused.put(paged()[0], place, place, heads[:, 32:40], heads[:, 40:])
     assert {"_norm_kernel", "_rotate_kernel", "_gate_kernel", "_store_kernel"} <= built.keys()
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_decode_over_codes(built: dict[str, str], bits: int) -> None:
+    """8: e4m3, each slot's codes followed by its scale."""
+    from agentkv.kernels.dequant_decode_triton import paged_dequant_decode
+    from agentkv.kernels.paged_decode import plan_decode
+    from agentkv.kernels.quantized_pages import PageLayout, QuantizedPages
+
+    layout = PageLayout(8, 32, 128, dtype=torch.float32) if bits == 8 else PageLayout(8, 32, 128, bits, 32, 32)
+    pages = QuantizedPages(torch.zeros(8, layout.page_bytes, dtype=torch.uint8), layout)
+    plan = plan_decode(torch.zeros(2, dtype=torch.int32), torch.arange(2), 10)
+    q, table = torch.zeros(2, 32, 128, dtype=BF16), torch.zeros(2, 16, dtype=torch.int32)
+    paged_dequant_decode(q, pages, table, plan, 0.1, bias=torch.zeros(2, 512))
+    assert ("e4m3" in built["_piece_kernel"]) == (bits == 8)

@@ -121,7 +121,7 @@ class KVState:
     @property
     def evicted(self) -> int:
         """Tokens that were not pruned and have no slot in a full layer and head any more, at least."""
-        return self.length - self.resident
+        return max(0, self.length - self.resident)  # slots may be holes
 
     @property
     def units(self) -> Units:
@@ -283,7 +283,10 @@ class KVState:
         intervals = list(intervals)
         again = self._rewrites(intervals)
         return Units.of(
-            len(holding.units) * again if holding.pool.sealed else holding.copy_units(intervals) for holding in self.holdings
+            len(holding.units) * (again and holding.pool.group not in self.form.stays)
+            if holding.pool.sealed
+            else holding.copy_units(intervals)
+            for holding in self.holdings
         )
 
     def left_by(self, intervals: Iterable[Interval]) -> list[tuple[list[Slice], int]]:
@@ -291,7 +294,9 @@ class KVState:
         intervals = list(intervals)
         again = self._rewrites(intervals)
         return [
-            ([], len(holding.units)) if again and holding.pool.sealed else holding.left_by(intervals)
+            ([], len(holding.units))
+            if again and holding.pool.sealed and holding.pool.group not in self.form.stays
+            else holding.left_by(intervals)
             for holding in self.holdings
         ]
 
@@ -319,7 +324,9 @@ class KVState:
         ]
         change = Change.of(shifts)
         if work is not None:
-            change.new_units -= self._refill(work, [len(units) for units in work.old], [0] * len(work.old))
+            counts = [len(units) for units in work.old]
+            stays = [count * (group in self.form.stays) for group, count in zip(self.form.sealed, counts, strict=True)]
+            change.new_units -= self._refill(work, counts, stays)
             change.first_pages = tuple(
                 0 if holding.pool.sealed else first for holding, first in zip(self.holdings, change.first_pages, strict=True)
             )
@@ -338,8 +345,9 @@ class KVState:
         before anything else touches the device's memory.
         """
         self._live()
-        slots = min(seal.slots, self.slots + size(clip(self.runs, self.floor, seal.floor)))  # pruned tokens leave none
-        seal = replace(seal, slots=slots) if slots else Seal(seal.floor, 0, (0,) * len(seal.units))
+        if not self.form.holes:
+            slots = min(seal.slots, self.slots + size(clip(self.runs, self.floor, seal.floor)))  # pruned tokens leave none
+            seal = replace(seal, slots=slots) if slots else Seal(seal.floor, 0, (0,) * len(seal.units))
         keeps = seal.keeps or (0,) * len(seal.units)
         fresh = self._by_sealed(units - keep for units, keep in zip(seal.units, keeps, strict=True))
         if not self.pools.at_hand(fresh):
