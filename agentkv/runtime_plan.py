@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from agentkv import methods
+from agentkv import methods as known
 from agentkv.dialogue import Message
 from agentkv.engine.core import EngineConfig, Group, KVGroup
 from agentkv.engine.devices import usable_device, usable_memory
@@ -33,8 +34,9 @@ def plan_model(
     window: int | None = None,
     page_size: int | None = None,
     warm_memory: int | str | None = None,
+    methods: Iterable[str] = ("dense",),
 ) -> dict[str, Any]:
-    """What `Runtime` with these options would have: facts of the model and, under `methods`, a row for each method; bytes.
+    """What `Runtime` with these options would have: facts of the model and, under `methods`, a row for each of these; bytes.
 
     What would not work goes to `found`, and leaves out what depends on it. Damage inside weights is not seen.
     """
@@ -53,7 +55,7 @@ def plan_model(
                 tokenizer.check_fits(loaded.config.vocab_size)
         config = engine_sizes(loaded, memory, window, page_size, warm_memory)
         report |= {"window": config.window, "page_size": config.page_size, "warm_bytes": config.warm_memory}
-        report["methods"] = _by_method(loaded, config, found)
+        report["methods"] = _by_method(loaded, config, methods, found)
     return report
 
 
@@ -91,15 +93,15 @@ def _facts(loaded: LoadedModel) -> dict[str, Any]:
     }
 
 
-def _by_method(loaded: LoadedModel, config: EngineConfig, found: Findings) -> list[dict[str, Any]]:
+def _by_method(loaded: LoadedModel, config: EngineConfig, methods: Iterable[str], found: Findings) -> list[dict[str, Any]]:
     usable, weights = usable_memory(loaded.device), loaded.weight_bytes
     if weights >= usable:
         raise BadModel(f"the weights take {gib(weights)}, {loaded.device} has {gib(usable)}", hint=_SMALLER)
     rows = []
     step = try_step(loaded, config, SparseMethod())
-    for name in methods.NAMES:
+    for name in methods:
         with found.looking_at(f"method {name}"):
-            rows.append({"method": name, **_row(loaded, config, methods.get(name), f"method {name}", step, found)})
+            rows.append({"method": name, **_row(loaded, config, known.parse(name), f"method {name}", step, found)})
     return rows
 
 

@@ -241,18 +241,16 @@ def test_every_method_has_a_row_by_what_it_declares(monkeypatch: pytest.MonkeyPa
     module = ModuleType("noting_methods")
     module.Noting = Noting  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "noting_methods", module)
-    for name in list(methods.NAMES):
-        monkeypatch.delitem(methods.NAMES, name)
-    monkeypatch.setitem(methods.NAMES, "dense", "agentkv.methods.dense:Dense")
     monkeypatch.setitem(methods.NAMES, "noting", "noting_methods:Noting")
-    report, found = planned("micro", memory="16MiB", window=128)
+    options = {"memory": "16MiB", "window": 128, "methods": ("dense", "noting")}
+    report, found = planned("micro", **options)
     plain, noting = report["methods"]
     assert (plain["method"], noting["method"]) == ("dense", "noting")
     assert noting["kv_bytes_per_token"] == plain["kv_bytes_per_token"] + 16
     assert noting["groups"][1] == {"layers": 0, "window": None, "state": "note", "token_bytes": 16, "page_bytes": 2048}
     assert not found.problems
     monkeypatch.setattr(methods, "get", lambda name: Noting(bad=True))
-    _, found = planned("micro", memory="16MiB", window=128)
+    _, found = planned("micro", **options)
     assert {each["part"] for each in found.problems} == {"method dense", "method noting"}
     assert all("never seals" in each["text"] for each in found.problems)
 
