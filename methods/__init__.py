@@ -17,6 +17,8 @@ NAMES: dict[str, str] = {
     "dense": "agentkv.methods.dense:Dense",
     "h2o": "agentkv.methods.h2o:H2O",
     "kvzip": "agentkv.methods.kvzip:KVzip",
+    "omnikv": "agentkv.methods.omnikv:OmniKV",
+    "quest": "agentkv.methods.quest:Quest",
     "snapkv": "agentkv.methods.snapkv:SnapKV",
     "streamingllm": "agentkv.methods.streamingllm:StreamingLLM",
 }

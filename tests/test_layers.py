@@ -31,7 +31,7 @@ ALLOWED = {
     "cli": {"server", "bench", "world", "runtime", "client", "tools", "types"},
     "integrations": {"runtime", "client", "types"},
 }
-ENGINE_PARTS_FOR_METHODS = {"core", "form", "sparse", "view", "tables", "sealed", "cache"}
+ENGINE_PARTS_FOR_METHODS = {"core", "form", "sparse", "view", "tables", "sealed", "cache", "preparation"}
 LEAVES = {"types", "errors", "dialogue", "constraint"}
 
 # third-party package -> the only places that may import it
@@ -153,5 +153,5 @@ def test_no_method_name_outside_methods() -> None:
     names = {path.stem for path in (ROOT / "methods").glob("*.py")} - {"__init__", "dense"}
     for module, path in sources():
         if module.split("/")[0] in ("engine", "memory", "server", "kernels", "runtime"):
-            text = path.read_text().lower()
+            text = path.read_text().lower().replace("request", "").replace("question", "")  # no names, though they hold one
             assert not [name for name in names if name in text], module

@@ -345,6 +345,7 @@ class RowWork:
     form: index of the runner's form that the row's sequence has. sealed: most slots of its sealed part in a layer and head, 0
     where there is none. replay: the tokens are forwarded to be looked at; their KV is taken back. run, run_from: of a replay,
     which of the runs they belong to, and tokens of it that were forwarded before.
+    prompt: the tokens are of a prompt, so they are a chunk even where there is only one (the rest was held already).
     drafted: so many of the last tokens are guesses. A token is drawn before and after each: `step` numbers the first draw,
     and the runner puts the draws behind the guesses, numbered on from there, into `later`.
     """
@@ -367,6 +368,7 @@ class RowWork:
     replay: bool = False
     run: int = 0
     run_from: int = 0
+    prompt: bool = False
     drafted: int = 0
     later: list[Draw] = field(default_factory=list)
 
@@ -378,7 +380,7 @@ class RowWork:
     @property
     def decodes(self) -> bool:
         """Does the row go on from its last token, rather than read a part of its prompt?"""
-        return len(self.tokens) == 1 + self.drafted
+        return not self.prompt and len(self.tokens) == 1 + self.drafted
 
 
 @dataclass(slots=True)

@@ -395,6 +395,7 @@ class Scheduler:
         tokens = [*seq.token_ids[position : position + count], *drafted]
         work = self._append(batch, seq, tokens, position)
         work.sample = position + count == len(seq.token_ids)
+        work.prompt = position < seq.num_prompt_tokens
         work.drafted = len(tokens) - count
 
     def _append(self, batch: Batch, seq: Sequence, tokens: list[int], position: int, *, replay: bool = False) -> RowWork:

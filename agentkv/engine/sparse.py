@@ -124,7 +124,8 @@ class Plain(NamedTuple):
     """One sequence as plain tensors, for `reference`. By layer: q `[n, num_heads, head_dim]`, k and v
     `[n, num_kv_heads, head_dim]` of the n tokens of a prompt, rotated; query `[num_heads, head_dim]` of the token behind it;
     x `[n, hidden_size]`, normed, that k and v were made from. replays: by run and layer, (q, k) of its tokens. scale: of the
-    scores."""
+    scores. own: by layer, (k, v) `[num_kv_heads, head_dim]` of the token behind the prompt; own_x: what they were made from.
+    page_size: slots of a page of KV."""
 
     q: Sequence[Tensor]
     k: Sequence[Tensor]
@@ -133,6 +134,9 @@ class Plain(NamedTuple):
     x: Sequence[Tensor]
     replays: Sequence[Sequence[tuple[Tensor, Tensor]]]
     scale: float
+    own: Sequence[tuple[Tensor, Tensor]] = ()
+    own_x: Sequence[Tensor] = ()
+    page_size: int = 16
 
 
 class Read(NamedTuple):

@@ -182,6 +182,38 @@ def test_the_prefill_axis_selects_in_prefill_only(loaded: LoadedModel) -> None:
         runner.execute(Batch([work(0, [1], at=2)]))
 
 
+def test_the_only_token_left_of_a_prompt_is_a_chunk(loaded: LoadedModel) -> None:
+    method = Recorder()
+    runner = runner_of(loaded, method)
+    runner.execute(Batch([work(0, [1, 2])]))
+    method.log.clear()
+    runner.execute(Batch([replace(work(0, [3], at=2, sample=True), prompt=True)]))
+    assert method.log[0] == "on_step_begin:prefill"
+    method.log.clear()
+    runner.execute(Batch([work(0, [4], at=3, sample=True, step=1)]))
+    assert method.log[0] == "on_step_begin:decode"
+
+
+def test_scratch_is_empty_when_a_step_begins(loaded: LoadedModel) -> None:
+    method = Scratching()
+    runner = runner_of(loaded, method)
+    for at in range(3):
+        runner.execute(Batch([work(0, [at], at=at)]))
+    assert method.found == [None, 0] * 3
+
+
+@dataclass(frozen=True)
+class Scratching(SparseMethod):
+    """Hands on the layer's number."""
+
+    found: list[int | None] = field(default_factory=list)
+
+    def select(self, layer: int, q: Tensor, q_raw: Tensor, batch: DeviceBatch) -> Selection | None:
+        self.found.append(batch.scratch.get("layer"))
+        batch.scratch["layer"] = layer
+        return None
+
+
 @dataclass(frozen=True)
 class Timed(SparseMethod):
     """Seals the prompt but its last two tokens, and then every eighth token."""
