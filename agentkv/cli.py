@@ -16,6 +16,7 @@ import typer
 
 from agentkv.cli_bench import app as bench_app
 from agentkv.cli_doctor import doctor
+from agentkv.cli_prepare import prepare
 from agentkv.cli_sessions import app as sessions_app
 from agentkv.errors import AgentkvError, BadRequest
 from agentkv.types import Policy, options_of
@@ -25,6 +26,7 @@ methods_app = typer.Typer(help="Attention methods.", invoke_without_command=True
 app.add_typer(sessions_app, name="sessions")
 app.add_typer(methods_app, name="methods")
 app.add_typer(bench_app, name="bench")
+methods_app.command()(prepare)
 app.command()(doctor)
 
 Model = Annotated[str, typer.Option(help="'micro', a Hugging Face directory or a .gguf file.")]

@@ -31,7 +31,7 @@ ALLOWED = {
     "cli": {"server", "bench", "world", "runtime", "client", "tools", "types"},
     "integrations": {"runtime", "client", "types"},
 }
-ENGINE_PARTS_FOR_METHODS = {"core", "form", "sparse", "view", "tables", "sealed", "cache"}
+ENGINE_PARTS_FOR_METHODS = {"core", "form", "sparse", "view", "tables", "sealed", "cache", "preparation"}
 LEAVES = {"types", "errors", "dialogue", "constraint"}
 
 # third-party package -> the only places that may import it

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -145,7 +145,7 @@ class DeviceBatch:
     method's state and its place among the groups. form: index of the runner's form. replay: the tokens are forwarded to be
     looked at, their KV will be taken back. sealed: the rows' sealed parts, None where no row has one. filled: pages of KV that
     the batch fills, where there is page state; recent: where queries are kept for a seal. scale: of the scores before the
-    softmax.
+    softmax. scratch: what the method's hooks hand on to one another within the step; empty when it begins.
     """
 
     rows: tuple[RowSpan, ...]
@@ -162,6 +162,7 @@ class DeviceBatch:
     filled: PageFill | None = None
     recent: QueryRows | None = None
     scale: float = 1.0
+    scratch: dict[str, Any] = field(repr=False, compare=False, default_factory=dict)
 
     def table_of(self, layer: int) -> RowTable:
         """What the layer's queries see of the rows."""
