@@ -71,9 +71,7 @@ class Engine:
         warm: int = 0, memory: int = 64 << 20, **options: Any,
     ) -> None:  # fmt: skip
         self.loaded = load_model(folder, dtype=dtype)
-        config = EngineConfig(
-            memory, 1500, page_size=page_size, max_rows=4, step_tokens=step_tokens, warm_memory=warm
-        )
+        config = EngineConfig(memory, 1500, page_size=page_size, max_rows=4, step_tokens=step_tokens, warm_memory=warm)
         self.method = methods.get(name, **options)
         self.runner = ModelRunner(self.loaded, config, self.method)
         self.runner.pages.arena.fill_(0xFF)

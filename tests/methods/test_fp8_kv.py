@@ -106,7 +106,11 @@ def test_a_fork_and_a_rollback_go_on_from_where_they_branched(folder: Path) -> N
 
 def test_the_reference_says_the_same() -> None:
     method = methods.get("fp8_kv")
-    k, v, own = torch.randn(2, 9, 2, DIM, dtype=torch.float64), torch.randn(9, 2, DIM, dtype=torch.float64), torch.randn(2, 2, DIM)
+    k, v, own = (
+        torch.randn(2, 9, 2, DIM, dtype=torch.float64),
+        torch.randn(9, 2, DIM, dtype=torch.float64),
+        torch.randn(2, 2, DIM),
+    )
     read = method.reference(Plain([], [k[0]], [v], [], [], [], 1.0, [(own[0], own[1])]), 0)
     for head in range(2):
         assert list(read.positions[head]) == list(range(10))
