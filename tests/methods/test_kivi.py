@@ -86,7 +86,7 @@ class Quantised(Twin):
 @pytest.mark.parametrize("schedule", ["window", "blocks"])
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_it_reads_what_is_due_and_no_more(folder: Path, schedule: str, bits: int) -> None:
-    """Three turns in chunks: a prompt in full precision, then codes; flushes in answers; later turns forward new tokens only."""
+    """Three turns in chunks: a prompt in full precision, then codes; flushes in answers; later turns forward what is new."""
     options = {"bits": bits, "group": 16, "residual": 32, "schedule": schedule}
     twin, engine = Quantised(folder, **options), Engine(folder, "kivi", **options, step_tokens=37)
     ids, gap = prompt(90), 0.0
