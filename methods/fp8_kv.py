@@ -18,10 +18,11 @@ from agentkv.types import Exactness
 
 @dataclass(frozen=True)
 class FP8KV(SparseMethod):
-    """Every key (after rotation) and value is kept in e4m3 (sign, 4 bits of exponent, 3 of mantissa; largest 448) with the
-    scale amax / 448 of its token and head, so nothing saturates and a token's codes depend on that token alone.
+    """Keys and values as eight-bit floats (e4m3), with a scale for each token and head.
 
-    Attention reads codes everywhere, the newest token's own included: chunks, batches and cached prefixes change nothing.
+    Keys are kept after rotation. The scale is amax / 448 (the largest number), so nothing saturates, and a token's codes depend
+    on that token alone. Attention reads codes everywhere, the newest token's own included: chunks, batches and cached prefixes
+    change nothing.
 
     scales: dtype of the scale behind each token's codes.
     """
@@ -39,8 +40,9 @@ class FP8KV(SparseMethod):
 
     def unserved(self, model: ModelShape) -> str | None:
         """A scale must stand behind a head's codes."""
-        size = self._dtype.itemsize
-        return super().unserved(model) or (f"{model.head_dim} % {size} dims" if model.head_dim % size else None)
+        if model.head_dim % self._dtype.itemsize:
+            return f"a scale in {self.scales} does not fit behind heads of {model.head_dim} dims"
+        return super().unserved(model)
 
     def states(self, model: ModelShape) -> tuple[StateSpec, ...]:
         """By slot, so that it moves as one: codes, then the scale's bytes. A page of a layer is what `PageLayout` says."""

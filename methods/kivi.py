@@ -26,16 +26,18 @@ _FLAGS = 256
 
 @dataclass(frozen=True)
 class KIVI(SparseMethod):
-    """A prompt is read in full precision; then all but its newest tokens are quantised, and later ones group by group.
+    """All but the newest tokens in 2, 4 or 8 bits: keys by channel, values by token.
 
-    A sealed slot is a logical position. Pruned ones are hidden: the codes of a group stay as long as the chain, though what
-    was pruned before its group was sealed is not in the group's range.
+    A first prompt is read in full precision and then quantised; later tokens follow group by group. A later prompt reads the
+    codes of what was before it. A sealed slot is a logical position: pruned ones are hidden, and their codes stay as long as
+    the chain; what was pruned before its group was sealed is not in the group's range.
 
-    bits: of a code. group: tokens of a group of keys, and channels of a group of values (at most a head's). residual: newest
-    tokens that stay as they are, a multiple of group. schedule: one boundary serves keys and values here. "window": the newest
-    `residual` tokens always stay, as values do in the paper; up to `group` more. "blocks": `residual` tokens are quantised at
-    once, so that 0 to `residual` - 1 stay, as keys do in the paper and its code. scales: dtype of scale and zero (the code:
-    float16). against: codes are nearest to what is "stored" (the code) or to the scale and zero before rounding, "exact".
+    bits: of a code (for grouped queries the paper advises 4). group: tokens of a group of keys, and channels of a group of
+    values (at most a head's). residual: newest tokens that stay as they are, a multiple of group. schedule: the paper has one
+    boundary for keys and one for values, here both share one. "window": the newest `residual` tokens always stay, as values do
+    in the paper, and less than a group more. "blocks": `residual` tokens are quantised at once, so that 0 to `residual` - 1
+    stay, as keys do in the paper and its code. scales: dtype of scale and zero (the code: float16). against: codes are nearest
+    to what is "stored" (the code) or to the scale and zero before they were rounded, "exact" (the paper's formula).
     """
 
     bits: Literal[2, 4, 8] = 4

@@ -21,11 +21,11 @@ from agentkv.types import Exactness
 
 @dataclass(frozen=True)
 class Palu(SparseMethod):
-    """What is kept of a token are latents of its hidden state, of which keys and values are linear maps of low rank. Keys are
-    rebuilt, normed where the family norms them, and turned at their position as they are read; values are summed as latents.
+    """Latents of hidden states, of which keys and values are linear maps of low rank.
 
-    The maps act in prompts too. They are cut from the model's own, which stay for the queries; a rank is a choice at run time.
-    Every layer and group has the same rank, the paper's "uniform": its search by gradients is not built.
+    Keys are rebuilt, normed where the family norms them, and turned at their position as they are read; values are summed as
+    latents. The maps act in prompts too. They are cut from the model's own, which stay for queries, and a rank is a choice at
+    run time. Every layer and group has the same, the paper's "uniform": its search by gradients is not built.
 
     prepared: a file of `agentkv methods prepare palu MODEL OUT`. ratio: share of a group's dims that is its rank. rank_k,
     rank_v: ranks of keys and values, 0 for what the ratio says (the paper gives values more than keys).
@@ -104,15 +104,19 @@ class Palu(SparseMethod):
             k, v = (each if part[name] is None else each + part[name][head] for each, name in ((k, "k_bias"), (v, "v_bias")))
             if part["k_norm"] is not None:
                 k = k / (k.pow(2).mean(1, keepdim=True) + part["eps"]).sqrt() * part["k_norm"][head]
-            angle = torch.outer(torch.arange(len(k)).float(), part["frequency"].cpu()).double()
-            turned = torch.polar(torch.ones_like(angle), angle) * torch.complex(*k.chunk(2, 1))
-            keys.append(torch.cat((turned.real, turned.imag), 1))
+            angle = torch.outer(torch.arange(len(k)).float(), part["frequency"].cpu())
+            (first, second), cos, sin = k.chunk(2, 1), angle.cos().double(), angle.sin().double()
+            keys.append(torch.cat((first * cos - second * sin, second * cos + first * sin), 1))
             values.append(v)
         return Read([range(len(x))] * heads, keys, values)
 
     def identity(self, length: int) -> Mapping[str, Any]:
         """Full rank."""
         return {"ratio": 1.0, "rank_k": 0, "rank_v": 0}
+
+    def small(self, length: int) -> Mapping[str, Any]:
+        """A rank at which a key is still nearer to itself than to others."""
+        return {"ratio": 0.875}
 
     @property
     def _file(self) -> Prepared:

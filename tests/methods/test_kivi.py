@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from torch import Tensor
 
 from agentkv import methods
 from agentkv.engine.core import Edit, Request
-from agentkv.engine.form import Held
-from agentkv.engine.sparse import Keep, Plain
+from agentkv.engine.form import Bound, Held, Seal
+from agentkv.engine.sparse import Keep, Plain, StateSpec
 from agentkv.errors import BadRequest
 from agentkv.types import Sampling
 
@@ -123,6 +124,45 @@ def test_pruned_tokens_are_not_read_whether_sealed_before_or_after(folder: Path,
     assert gap < 1e-9
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_prunes_anywhere(folder: Path, seed: int) -> None:
+    """Random spans after each of four turns, a whole tail and whole groups among them; flushes go on over the holes."""
+    draw = random.Random(seed)
+    options = {**OPTIONS, "bits": 2, "schedule": ("window", "blocks")[seed % 2]}
+    twin, engine = Quantised(folder, **options), Engine(folder, "kivi", **options)
+    ids, edits, gap = prompt(draw.randrange(40, 90), seed), (), 0.0
+    for _ in range(4):
+        turn = engine.turn(ids, edits=edits, count=draw.randrange(2, 40))
+        gap = max(gap, twin.play(ids, turn))
+        ids = [*ids, *turn.tokens]
+        starts = sorted(draw.sample(range(len(ids) - 1), 2))
+        spans = [(start, min(start + draw.choice((1, 7, 40)), len(ids) - 1)) for start in starts]
+        spans += [(twin.floor, len(ids) - 1)] * draw.randrange(2)
+        engine.llm.prune("c", spans)
+        engine.llm.check()
+        edits = (*edits, Edit(len(ids), tuple(spans)))
+        twin.gone |= {at for start, end in spans for at in range(start, end)}
+        ids = [*ids, *prompt(draw.randrange(1, 40), seed)]
+    assert gap < 1e-9
+
+
+def test_the_host_counts_pages_of_a_group_and_of_flags(folder: Path) -> None:
+    """Codes are appended; of the flags the last page is written anew, and there are two of it for a moment."""
+    runner = Engine(folder, "kivi", **OPTIONS).runner
+    form, (codes, flags) = runner.forms[0], runner.forms[0].sealed
+    assert form.seal is not None
+    assert form.bound is not None
+    assert [runner.groups[group].page_size for group in (codes, flags)] == [16, 256]
+    assert form.stays == {codes}
+    assert form.seal(Held(400, 0, 400, 0, True)) == Seal(368, 368, (23, 2), (0, 0))
+    assert form.seal(Held(415, 368, 47, 368, False)) is None
+    assert form.seal(Held(416, 368, 48, 368, False)) == Seal(384, 384, (24, 2), (23, 1))
+    assert form.bound(400, 416) == Bound(48, (25, 3))
+    assert form.bound(10, 30) == Bound(30, (0, 0))
+    with pytest.raises(BadRequest, match="only pages of sealed state"):
+        StateSpec("x", "slot", "uint8", "append", page_size=32)
+
+
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_a_token_takes_its_bits_its_ranges_and_a_flag(folder: Path, bits: int) -> None:
     """544 tokens, 512 of which are codes: two granules of flags."""
@@ -196,6 +236,19 @@ def test_chunks_and_others_in_the_step_change_nothing(folder: Path, step_tokens:
         assert a.tokens == b.tokens
         assert max(abs(x - y) for x, y in zip(a.logprobs, b.logprobs, strict=True)) < 1e-9
         ids = [*ids, *a.tokens, *prompt(30, seed=3)]
+
+
+def test_a_rollback_goes_on_as_a_session_that_never_went_further(folder: Path) -> None:
+    engine, alone = Engine(folder, "kivi", **OPTIONS), Engine(folder, "kivi", **OPTIONS)
+    ids = prompt(90)
+    first = engine.turn(ids)
+    alone.turn(ids)
+    kept = [*ids, *first.tokens]
+    engine.turn([*kept, *prompt(60, seed=5)], count=30)
+    engine.llm.rollback("c", len(kept))
+    more = [*kept, *prompt(9, seed=2)]
+    back, wanted = engine.turn(more, count=30), alone.turn(more, count=30)
+    assert (back.tokens, back.prefilled) == (wanted.tokens, wanted.prefilled)
 
 
 def test_a_fork_shares_codes_and_a_chain_comes_back_from_host_memory(folder: Path) -> None:
