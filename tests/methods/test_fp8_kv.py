@@ -47,7 +47,6 @@ def test_it_reads_what_rounding_leaves(folder: Path, scales: Any) -> None:
             edits = (Edit(len(ids), ((10, 30), (77, 80))),)
             twin.gone |= {*range(10, 30), *range(77, 80)}
         ids = [*ids, *prompt(9, seed=number)]
-    print(gap)
     assert gap < 1e-10
 
 
