@@ -15,10 +15,13 @@ if TYPE_CHECKING:
 NAMES: dict[str, str] = {
     "adakv": "agentkv.methods.adakv:AdaKV",
     "dense": "agentkv.methods.dense:Dense",
+    "fp8_kv": "agentkv.methods.fp8_kv:FP8KV",
     "h2o": "agentkv.methods.h2o:H2O",
+    "kivi": "agentkv.methods.kivi:KIVI",
     "kvzip": "agentkv.methods.kvzip:KVzip",
     "omnikv": "agentkv.methods.omnikv:OmniKV",
     "quest": "agentkv.methods.quest:Quest",
+    "palu": "agentkv.methods.palu:Palu",
     "snapkv": "agentkv.methods.snapkv:SnapKV",
     "streamingllm": "agentkv.methods.streamingllm:StreamingLLM",
 }

@@ -56,7 +56,8 @@ class Form:
 
     name: what requests call it. fingerprint: what KV depends on beside its tokens. truncates: is a sequence without its newest
     tokens what it was before them? paged: has it state of whole pages?
-    shrinks: are the last units of a sealed part empty when its slots have become fewer?
+    shrinks: are the last units of a sealed part empty when its slots have become fewer? stays: sealed groups whose units a
+    prune leaves as they are.
 
     All are pure functions: seal(held): the seal that is due, or None. bound(prompt, tokens): the most that is held after the
     seal of a prompt of so many tokens until there are `tokens`. replay(held, token_ids): runs of tokens that are forwarded
@@ -73,6 +74,7 @@ class Form:
     truncates: bool = True
     paged: bool = False
     shrinks: bool = False
+    stays: frozenset[int] = frozenset()
     seal: Callable[[Held], Seal | None] | None = None
     bound: Callable[[int, int], Bound] | None = None
     replay: Callable[[Held, Sequence[int]], tuple[tuple[int, ...], ...]] | None = None

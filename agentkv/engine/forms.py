@@ -122,6 +122,7 @@ def _serve(
         truncates=method.truncates and not mutable,
         paged=bool(page_states),
         shrinks=method.seals_into == "stripe",
+        stays=frozenset(sealed[name] for name, spec in specs.items() if name in sealed and spec.scope == "page"),
         seal=seal,
         bound=bound,
         replay=method.replay if method.replay_most else None,
@@ -190,7 +191,9 @@ def _sealing(
 
     def bound(prompt: int, tokens: int) -> Bound:
         most = method.most(prompt, tokens)
-        return Bound(most.tail, tuple(count * (1 + most.again) for count in units(most.keep)))
+        made = units(most.keep)
+        again = [min(count, 1) if most.keep.appends and not (by_head and i == 0) else count for i, count in enumerate(made)]
+        return Bound(most.tail, tuple(count + more * most.again for count, more in zip(made, again, strict=True)))
 
     return seal, bound
 

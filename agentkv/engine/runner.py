@@ -103,9 +103,11 @@ class ModelRunner:
         served, units = self.served[work.form], self._stage.sealed[work.form]
         job = PagedSealJob(self.pages, served, units, self._stage.window, work)
         if work.seal is None:
-            if units is None:
-                raise EngineFault(f"{served.method.fingerprint} seals into states of its own, which cannot be pruned")
-            return prune(self.pages, served, units, job) if job.num_old else 0
+            if units is not None:
+                return prune(self.pages, served, units, job) if job.num_old else 0
+            if job.num_old:
+                served.method.prune(job)
+            return work.held.slots
         if work.seal.slots:
             kept = served.method.seal(job)
             if units is not None:

@@ -37,7 +37,8 @@ class SealedRows(Protocol):
 
 
 class Candidates(NamedTuple):
-    """What a seal chooses from in one layer: the slots of the old sealed part, then the tokens of the tail.
+    """What a seal chooses from in one layer: the slots of the old sealed part, if it is one of K and V, then the tokens of the
+    tail.
 
     k, v: `[num_kv_heads, n, head_dim]`. positions: int32 `[num_kv_heads, n]`, logical. valid: bool `[num_kv_heads, n]`: heads
     may have fewer sealed slots than others. tail: index from which the tail's tokens stand; the last is the newest.

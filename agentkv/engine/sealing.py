@@ -61,19 +61,20 @@ class PagedSealJob:
         self.num_old = work.held.slots if any(work.old) else 0
         """Slots of the old sealed part, in the layer and head that has the most."""
         self.num_tail = sum(end - start for start, end in work.runs)
+        self._num_front = self.num_old if units is not None else 0  # candidates before the tail's
 
     # -- for the method
 
     def candidates(self, layer: int) -> Candidates:
         """See `sealed.SealJob`."""
         heads = layer * self.shape.num_kv_heads + torch.arange(self.shape.num_kv_heads, device=self._device)
-        index = torch.arange(self.num_old + self.num_tail, device=self._device).expand(len(heads), -1)
+        index = torch.arange(self._num_front + self.num_tail, device=self._device).expand(len(heads), -1)
         places = self.places(heads, index)
         lines = self.lines.lines
-        valid = index < self.num_old + self.num_tail
-        if self.num_old:
-            valid = (index >= self.num_old) | (index < self.old_lens[layer].unsqueeze(1))
-        return Candidates(lines[places.k], lines[places.v], self.positions_at(heads, index), valid, self.num_old)
+        valid = index < self._num_front + self.num_tail
+        if self._num_front:
+            valid = (index >= self._num_front) | (index < self.old_lens[layer].unsqueeze(1))
+        return Candidates(lines[places.k], lines[places.v], self.positions_at(heads, index), valid, self._num_front)
 
     def positions(self) -> Tensor:
         """See `sealed.SealJob`."""
@@ -121,12 +122,12 @@ class PagedSealJob:
             at = index.clamp(0, self.num_old - 1)
             found.append(_Places(*(each[line, at] for each in old)))
         if tail is not None:
-            at = (index - self.num_old).clamp(0, self.num_tail - 1)
+            at = (index - self._num_front).clamp(0, self.num_tail - 1)
             head = 2 * self._tail_page * self.lines.vector * line
             found.append(_Places(tail.k[at] + head, tail.v[at] + head, at))
         if len(found) == 1:
             return found[0]
-        sealed = index < self.num_old
+        sealed = index < self._num_front
         return _Places(*(torch.where(sealed, a, b) for a, b in zip(*found, strict=True)))
 
     def positions_at(self, heads: Tensor, index: Tensor) -> Tensor:
@@ -136,8 +137,8 @@ class PagedSealJob:
             at = index.clamp(0, self.num_old - 1)
             found.append(self._pages.elements(torch.int32)[self._old_places.words[heads.unsqueeze(1), at]])
         if self.num_tail:
-            found.append(self._tail_positions[(index - self.num_old).clamp(0, self.num_tail - 1)])
-        return found[0] if len(found) == 1 else torch.where(index < self.num_old, found[0], found[1])
+            found.append(self._tail_positions[(index - self._num_front).clamp(0, self.num_tail - 1)])
+        return found[0] if len(found) == 1 else torch.where(index < self._num_front, found[0], found[1])
 
     @cached_property
     def lines(self) -> _Lines:

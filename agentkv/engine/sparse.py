@@ -18,7 +18,7 @@ from agentkv.engine.core import SLOT, WHOLE, StateGroup
 from agentkv.engine.form import Held
 from agentkv.engine.received import received
 from agentkv.engine.view import AttentionView, DeviceBatch, PageFill, RowMass, Selection
-from agentkv.errors import BadRequest
+from agentkv.errors import BadRequest, EngineFault
 from agentkv.kernels.store_kv import store_kv
 from agentkv.types import Exactness
 
@@ -52,7 +52,7 @@ class StateSpec:
     `on_pages` when the page is full), sequence (one item). shape: dims of an item, layers and heads included; a unit of slot
     state `(num_layers, SLOT, 4)` is `[num_layers, page_size, 4]`. kind: append (written with its slot, page or sequence, never
     again), mutable. part: of the tail (written token by token), sealed (written by seals), or both: then a seal moves the
-    items of the slots that it keeps.
+    items of the slots that it keeps. page_size: slots of a page, of sealed state that is not of the usual size.
     """
 
     name: str
@@ -61,15 +61,18 @@ class StateSpec:
     kind: Literal["append", "mutable"]
     shape: tuple[int, ...] = (SLOT,)
     part: Literal["tail", "sealed", "both"] = "tail"
+    page_size: int | None = None
 
     def __post_init__(self) -> None:
+        if self.page_size is not None and (self.part != "sealed" or self.scope == "sequence" or self.page_size < 1):
+            raise BadRequest(f"state {self.name!r}: only pages of sealed state have a size of their own", param="states")
         if (self.scope == "slot") is not (SLOT in self.shape):
             raise BadRequest(f"state {self.name!r}: SLOT stands in the shape of slot state, and of no other", param="states")
 
     def group(self, page_size: int, *, sealed: bool = False) -> StateGroup:
         """Its units, beside pages of KV of that size."""
         size = getattr(torch, self.dtype).itemsize
-        page = WHOLE if self.scope == "sequence" else page_size
+        page = WHOLE if self.scope == "sequence" else self.page_size or page_size
         return StateGroup(self.name, self.shape, self.dtype, size, page, sealed, self.kind == "mutable")
 
 
@@ -104,7 +107,7 @@ class Keep:
 
 class Most(NamedTuple):
     """The most that a sealed sequence holds: tail: tokens in its tail; keep: its sealed part; again: is it sealed again and
-    again, so that for a moment there are two?"""
+    again, so that for a moment there are two (where `keep` appends, of its last pages)?"""
 
     tail: int
     keep: Keep
@@ -170,6 +173,7 @@ class SparseMethod:
     kv_kinds: ClassVar[frozenset[str]] = frozenset({"full"})
     stores: ClassVar[bool] = True
     seals_into: ClassVar[Literal["stripe", "head", "states"] | None] = None
+    preparation: ClassVar[str | None] = None
 
     @property
     def needs(self) -> Needs:
@@ -275,6 +279,11 @@ class SparseMethod:
     def seal(self, job: SealJob) -> Kept | None:
         """Choose what one sequence keeps, where the sealed part is stripes or heads; where it is states, write them."""
         raise NotImplementedError
+
+    def prune(self, job: SealJob) -> None:
+        """Where the sealed part is states: write them anew, as many slots as before, so that tokens of `job.work.removed` are
+        not read. States of pages stay as they are. EngineFault where a method cannot."""
+        raise EngineFault(f"{self.fingerprint} seals into states of its own, which cannot be pruned")
 
 
 class Lifecycle:

@@ -283,7 +283,10 @@ class KVState:
         intervals = list(intervals)
         again = self._rewrites(intervals)
         return Units.of(
-            len(holding.units) * again if holding.pool.sealed else holding.copy_units(intervals) for holding in self.holdings
+            len(holding.units) * (again and holding.pool.group not in self.form.stays)
+            if holding.pool.sealed
+            else holding.copy_units(intervals)
+            for holding in self.holdings
         )
 
     def left_by(self, intervals: Iterable[Interval]) -> list[tuple[list[Slice], int]]:
@@ -319,7 +322,9 @@ class KVState:
         ]
         change = Change.of(shifts)
         if work is not None:
-            change.new_units -= self._refill(work, [len(units) for units in work.old], [0] * len(work.old))
+            counts = [len(units) for units in work.old]
+            stays = [count * (group in self.form.stays) for group, count in zip(self.form.sealed, counts, strict=True)]
+            change.new_units -= self._refill(work, counts, stays)
             change.first_pages = tuple(
                 0 if holding.pool.sealed else first for holding, first in zip(self.holdings, change.first_pages, strict=True)
             )
