@@ -96,22 +96,13 @@ class AdaKV(SparseMethod):
 
     def seal(self, job: SealJob) -> Kept:
         """The best of each layer by what the last queries attend to."""
-        seal, layers = job.work.seal, []
+        seal, scale, layers = job.work.seal, job.shape.scale, []
+        how: dict[str, Any] = {name: getattr(self, name) for name in ("kernel", "pool", "reduce", "reduce_first")}
         assert seal is not None
         for layer in range(job.shape.num_layers):
             found = job.candidates(layer)
             older = found.valid & (found.positions < seal.floor)
-            observed = observed_scores(
-                job.queries(layer),
-                found.k,
-                found.valid,
-                older,
-                job.shape.scale,
-                kernel=self.kernel,
-                pool=self.pool,
-                reduce=self.reduce,
-                reduce_first=self.reduce_first,
-            )
+            observed = observed_scores(job.queries(layer), found.k, found.valid, older, scale, **how)
             layers.append(observed.best(seal.slots, self._counts(observed.scores, observed.lens)))
         indices, counts = zip(*layers, strict=True)
         return Kept(torch.stack(indices), torch.stack(counts))
