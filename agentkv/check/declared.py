@@ -229,7 +229,7 @@ def needs(case: Case) -> str:
         first = scene.turn(ids, "a")
         second = scene.turn(case.more(ids, wanted[0], 2), "a")
     except Failed as failed:
-        raise Failed(f"without what it did not declare: {failed.message}") from None
+        raise Failed(f"without what it did not declare: {failed}") from None
     for plain, found in zip(wanted, (first, second), strict=True):
         require(same(plain, found), f"without what it did not declare, {difference(plain, found)}")
     return "two turns on what is declared"

@@ -81,8 +81,8 @@ def _outcome(name: str, each: Check, case: Case) -> Outcome:
     try:
         return Outcome(name, "passed", each(case))
     except Failed as failed:
-        return Outcome(name, "failed", failed.message)
+        return Outcome(name, "failed", str(failed))
     except Skipped as skipped:
-        return Outcome(name, "skipped", skipped.message)
+        return Outcome(name, "skipped", str(skipped))
     except Exception as error:  # noqa: BLE001 (a method may raise anything anywhere)
         return Outcome(name, "failed", f"{type(error).__name__}: {error}")

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from agentkv.errors import AgentkvError
-
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -18,11 +16,11 @@ class Outcome:
     detail: str
 
 
-class Failed(AgentkvError):
+class Failed(Exception):
     """The method breaks the contract; the message says what was seen."""
 
 
-class Skipped(AgentkvError):
+class Skipped(Exception):
     """There is nothing to check: the method does not promise it."""
 
 

@@ -68,7 +68,7 @@ class WaitWatcher(Watcher):
             with NoReading(), NoWaiting():  # type: ignore[no-untyped-call]
                 return call(*args)
         except Failed as failed:
-            self.failures.append(f"{hook}: {failed.message}")
+            self.failures.append(f"{hook}: {failed}")
             raise
         finally:
             if torch.cuda.is_available():

@@ -59,12 +59,15 @@ def test_ten_sessions_of_ten_methods_say_what_each_says_alone(alone: dict[str, l
 
 
 def test_later_turns_forward_their_own_tokens_only(alone: dict[str, list[Said]]) -> None:
-    """Its text, the template's frame, and where an answer was cut, the end that it lacks. kvzip forwards what it chose from once
-    more."""
+    """Its text, the template's frame, and where an answer was cut, the end that it lacks. kvzip forwards what it chose from
+    once more."""
     later = {method: [count for _, count in turns[1:]] for method, turns in alone.items()}
     for method, counts in later.items():
         if not method.startswith("kvzip"):
-            assert all(0 <= count - len(text) - 20 <= 2 for count, text in zip(counts, TEXTS[1:], strict=True)), (method, counts)
+            assert all(0 <= count - len(text) - 20 <= 2 for count, text in zip(counts, TEXTS[1:], strict=True)), (
+                method,
+                counts,
+            )
 
 
 def test_the_budgets_bite(alone: dict[str, list[Said]]) -> None:

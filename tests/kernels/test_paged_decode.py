@@ -71,7 +71,7 @@ def check(device: str, dtype: torch.dtype, tolerance: float, case: Case, merges:
         bound_pieces(lens.numel(), int(lens.sum())),
         firsts.to(device) if case.firsts else None,
     )
-    tuned = tuning(case.num_heads // case.num_kv_heads * case.queries)
+    tuned = tuning(case.head_dim * pages.element_size())
     given = q.to(device), pages.to(device), (table if per_head else table[:, 0]).contiguous().to(device), plan
     outs, lses = torch.empty(len(merges), *q.shape), torch.empty(len(merges), *q.shape[:2])
     for index, merge in enumerate([*merges, *merges]):  # twice by one plan, as layers do

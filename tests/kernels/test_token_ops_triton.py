@@ -90,7 +90,7 @@ def test_store_writes_those_slots_and_no_others(device: str, dtype: torch.dtype,
 
 @only_without_gpu
 def test_cases_pass_interpreted() -> None:
-    pass_interpreted(__file__, 12)
+    pass_interpreted(__file__, 10)
 
 
 @pytest.mark.gpu
