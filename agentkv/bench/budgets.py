@@ -46,7 +46,7 @@ COLUMNS = (
     Column("omnikv", "omnikv:budget={budget}"),
     Column("kvzip", "kvzip:keep_ratio={ratio}"),
     Column("snapkv", "snapkv:capacity={budget}"),
-    Column("snapkv-11", "snapkv:capacity={budget},kernel=11"),
+    Column("snapkv-7", "snapkv:capacity={budget},kernel=7"),
     Column("streamingllm", "streamingllm:sinks=4,recent={rest}"),
     Column("kivi-4", "kivi:bits=4", bounded=False),
     Column("fp8_kv", "fp8_kv", bounded=False),
@@ -62,7 +62,7 @@ AT, NEAR, NEAR_LEAST = 2048, ("quest", "omnikv", "kvzip", "kivi-4", "fp8_kv"), 0
 """At this budget, or without one, these answer at least that part of what dense does."""
 RECENT, RECENT_SLACK = ("streamingllm",), 0.05
 """These read the newest tokens alone: at most budget / length and that much more."""
-TWICE = ("snapkv", "snapkv-11", "adakv", "h2o", "kvzip", "quest")
+TWICE = ("snapkv", "snapkv-7", "adakv", "h2o", "kvzip", "quest")
 """Whose first and second question stand side by side."""
 
 

@@ -18,7 +18,7 @@ from agentkv.world.words import Fact, Names, below, fill
 
 FILES = 4
 BODY = 1850
-"""Bytes of each result: with head and calls about 8,150 tokens, of one byte each."""
+"""Bytes of each result: with head and calls about 8,140 tokens, of one byte each."""
 LENGTH = 8192
 """Nominal length of a text in tokens, what budgets are shares of."""
 FIRST = 20_000
