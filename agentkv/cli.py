@@ -16,12 +16,12 @@ import typer
 
 from agentkv.cli_bench import app as bench_app
 from agentkv.cli_doctor import doctor
+from agentkv.cli_methods import app as methods_app
 from agentkv.cli_sessions import app as sessions_app
 from agentkv.errors import AgentkvError, BadRequest
 from agentkv.types import Policy, options_of
 
 app = typer.Typer(name="agentkv", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-methods_app = typer.Typer(help="Attention methods.", invoke_without_command=True)
 app.add_typer(sessions_app, name="sessions")
 app.add_typer(methods_app, name="methods")
 app.add_typer(bench_app, name="bench")
@@ -129,7 +129,8 @@ def serve(
     model: Annotated[str, typer.Argument(help="'micro', a Hugging Face directory or a .gguf file.")] = "micro",
     host: Annotated[str, typer.Option(help="Loopback unless you say otherwise.")] = "127.0.0.1",
     port: Annotated[int, typer.Option()] = 8000,
-    method: Annotated[str, typer.Option(help="Attention method.")] = "dense",
+    method: Annotated[str, typer.Option(help="Attention method, or 'name:option=value,option=value'.")] = "dense",
+    also: Annotated[list[str] | None, typer.Option(help="Another that sessions may name; repeatable.")] = None,
     memory: Annotated[str | None, typer.Option(help="KV arena: bytes, like 2GiB, or auto.")] = None,
     warm_memory: Annotated[
         str | None, typer.Option(help="Host memory for the KV of idle sessions, like 2GiB; 0: none. Default: none on CPU.")
@@ -157,31 +158,12 @@ def serve(
     _check_free(host, port)
     sizes: dict[str, Any] = {"memory": memory, "window": window, "page_size": page_size, "warm_memory": warm_memory}
     sizes |= {"step_timeout": step_timeout, "lookup": lookup, "threads": threads}
+    sizes["methods"] = also or ()
     with Runtime(model, method=method, device=device, dtype=dtype, db=db or DEFAULT, **sizes) as runtime:
         lines = paste_lines(f"http://{host}:{port}", runtime.model_name, runtime.window)
         typer.echo(lines.replace('"none"', '"YOUR_KEY"') if api_key else lines, err=True)
         served = create_app(runtime, api_keys=tuple(api_key or ()), policy=default_policy)
         uvicorn.run(served, host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)
-
-
-@methods_app.callback()
-def methods_root(context: typer.Context, as_json: AsJson = False) -> None:
-    """Attention methods: name, family, exactness, reuse, options."""
-    if context.invoked_subcommand is None:
-        methods_ls(as_json)
-
-
-@methods_app.command("ls")
-def methods_ls(as_json: AsJson = False) -> None:
-    """List the methods."""
-    from agentkv.runtime import list_methods
-
-    rows = list_methods()
-    if as_json:
-        typer.echo(json.dumps({"methods": rows}))
-        return
-    for row in rows:
-        typer.echo(f"{row['name']:12} {row['family']:12} {row['exactness']:8} {row['reuse']:6} {row['summary']}")
 
 
 def _tell(event: Any) -> None:

@@ -210,6 +210,68 @@ def kernels(
         typer.echo(json.dumps(result))
 
 
+@app.command("gpu")
+def gpu(
+    out: Annotated[Path, typer.Option(help="Folder of gpu.json and gpu.png; rows that it has are kept, so a run goes on.")],
+    minutes: Annotated[float, typer.Option(help="Begin no row after that.")] = 8.0,
+    rows: Annotated[str, typer.Option(help="Parts of names, between semicolons: measure these again, and no others.")] = "",
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each.")] = 20,
+    peers: Annotated[
+        bool, typer.Option(help="Also measure what else is installed: FlashInfer builds its kernels first.")
+    ] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Every line of speed on an NVIDIA GPU, as ratios to the rates of copies and products of the same run."""
+    from agentkv.bench.gpu import run_gpu
+    from agentkv.bench.gpu_report import plot as draw
+
+    tell = None if as_json else typer.echo
+    result = run_gpu(out=out, minutes=minutes, rows=rows, repeats=repeats, peers=peers, tell=tell)
+    draw(result, out / "gpu.png")
+    if as_json:
+        typer.echo(json.dumps(result))
+
+
+@app.command("quality")
+def quality(
+    out: Annotated[Path, typer.Option(help="Folder of the cells' files; what it has is not played again.")],
+    methods: Annotated[str, typer.Option(help="Names, comma-separated. Default: all.")] = "",
+    budgets: Annotated[str, typer.Option(help="Tokens, comma-separated, played in that order. Default: all.")] = "",
+    model: Annotated[str, typer.Option(help="'micro', or one that reads what it was trained to read.")] = "micro",
+    seeds: Annotated[int, typer.Option(min=1, help="Sessions of each condition.")] = 200,
+    chunk: Annotated[int, typer.Option(min=1, help="Most sessions of one cell.")] = 50,
+    concurrency: Annotated[int, typer.Option(min=1, help="Sessions of a process at once.")] = 60,
+    seconds: Annotated[float, typer.Option(help="Begin no cell after that; run the command again to go on.")] = 1e9,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    memory: Memory = None,
+    workers: Workers = 1,
+    doc: Annotated[
+        Path | None, typer.Option(callback=_file, help="Write the tables into this page, bench/quality.json beside it.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Retrieval: whole answers at 8K bytes by method and budget, first and later questions."""
+    from agentkv.bench import quality_page
+    from agentkv.bench.grid import Engine
+    from agentkv.bench.quality import run_quality
+
+    counts = run_quality(
+        out=out,
+        engine=Engine(model, device, memory, workers),
+        seeds=seeds,
+        chunk=chunk,
+        concurrency=concurrency,
+        seconds=seconds,
+        methods=methods,
+        budgets=budgets,
+        tell=lambda line: typer.echo(line, err=True),
+    )
+    made = quality_page.report(out)
+    if doc is not None:
+        quality_page.write(made, doc)
+    typer.echo(json.dumps({**made, "cells": counts}) if as_json else "\n".join(quality_page.bound_lines(made)))
+
+
 @app.command("lookup")
 def lookup(
     seeds: Annotated[str, typer.Option(help="Seeds of the agent world: '7,8,9' or '0-5'.")] = "0-5",

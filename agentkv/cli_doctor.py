@@ -17,13 +17,14 @@ def doctor(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, ...")] = "auto",
     window: Annotated[int | None, typer.Option(help="Most logical tokens of a session. Default: the model's.")] = None,
     page_size: Annotated[int | None, typer.Option(help="Slots of a KV page. Default: 128 on CPU, 16 on a GPU.")] = None,
+    method: Annotated[list[str] | None, typer.Option(help="Attention method to plan for; repeatable. Default: dense.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, the last line on stdout.")] = False,
 ) -> None:
     """What this machine has, what the model would take by method, what will not work and why. Exit code 1 for a problem."""
     from agentkv.runtime_doctor import examine
 
     sizes: dict[str, Any] = {"memory": memory, "warm_memory": warm_memory, "window": window, "page_size": page_size}
-    report = examine(model, device=device, dtype=dtype, **sizes)
+    report = examine(model, device=device, dtype=dtype, methods=method or ("dense",), **sizes)
     typer.echo(json.dumps(report) if as_json else "\n".join(lines(report)))
     if report["problems"]:
         raise typer.Exit(1)

@@ -84,7 +84,8 @@ class Session(MemorySession, ToolLoop):
 class Runtime:
     """One model in this process, with sessions.
 
-    model: 'micro', a Hugging Face directory or a .gguf file. method: an attention method by name, or an instance. device,
+    model: 'micro', a Hugging Face directory or a .gguf file. method: an attention method, by name, as
+    'name:option=value,...' or an instance; methods: others that sessions may have instead, in the same engine. device,
     dtype: 'auto' or a name. memory: bytes of the KV arena, or like '2GiB'; 'auto' is what weights and a measured step leave;
     None is 'auto' on a GPU, on a CPU a quarter of the memory, at most 1 GiB. db: None for no store, a path, a URL.
     window: most logical tokens of a session; None is the model's. page_size: slots of a KV page; None chooses. warm_memory:
@@ -101,6 +102,7 @@ class Runtime:
         model: str | os.PathLike[str] = "micro",
         *,
         method: str | SparseMethod = "dense",
+        methods: Iterable[str | SparseMethod] = (),
         device: str = "auto",
         dtype: str = "auto",
         memory: int | str | None = None,
@@ -121,6 +123,7 @@ class Runtime:
             self._engine = open_engine(
                 os.fspath(model),
                 method=method,
+                methods=methods,
                 device=device,
                 dtype=dtype,
                 memory=memory,
@@ -166,8 +169,13 @@ class Runtime:
 
     @property
     def method(self) -> str:
-        """Name of the attention method."""
+        """Name of the attention method of sessions that name none."""
         return self._engine.method_name
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """Names of all that sessions may have."""
+        return tuple(self._engine.backends)
 
     # -- sessions
 
@@ -189,14 +197,15 @@ class Runtime:
     ) -> Session:
         """A new session.
 
-        tools: typed functions or OpenAI schemas. policy: a Policy or its fields. sampling: defaults of `generate`. placeholder:
-        what a rebuild puts in a pruned body. tenant: whose it is; KV and sessions of one tenant are invisible to another.
-        kind: 'chat' for those that the server makes for plain chat requests.
+        method: one of `methods`, None the runtime's. tools: typed functions or OpenAI schemas. policy: a Policy or its fields.
+        sampling: defaults of `generate`. placeholder: what a rebuild puts in a pruned body. tenant: whose it is; KV and
+        sessions of one tenant are invisible to another. kind: 'chat' for those that the server makes for plain chat requests.
         """
-        if method is not None and method != self.method:
+        backend = self._engine.backends.get(self.method if method is None else method)
+        if backend is None:
             raise BadRequest(
-                f"method={method!r}: this runtime serves {self.method!r} only",
-                hint="Open the runtime with that method; several methods in one engine are not served yet",
+                f"method={method!r}: this runtime serves {', '.join(self.methods)}",
+                hint="Open the runtime with methods=[...] that has it",
                 param="method",
             )
         if kind not in ("session", "chat"):
@@ -208,7 +217,7 @@ class Runtime:
             if id is not None:
                 self.check_new(id, tenant)
             made = Session(
-                self._engine.backend,
+                backend,
                 self._store,
                 session_id=_stored_id(tenant, id or new_id("s")),
                 system=system,
@@ -235,8 +244,11 @@ class Runtime:
             if found is None:
                 if self._store is None:
                     raise _no_session(id)
+                stored = _stored_id(tenant, id)
+                engine = self._engine
+                others = engine.backends.values()
                 found = self.adopt(
-                    Session.resume(self._engine.backend, self._store, _stored_id(tenant, id), salt=tenant, tenant=tenant)
+                    Session.resume(engine.backend, self._store, stored, salt=tenant, tenant=tenant, others=others)
                 )
             if toolbox is not None:
                 found.toolbox = toolbox
@@ -398,9 +410,9 @@ def transcript(store: SessionStore, session_id: str) -> list[dict[str, Any]]:
 
 def list_methods() -> list[dict[str, Any]]:
     """Every attention method, as `agentkv methods` shows it."""
-    from agentkv import runtime_engine
+    from agentkv import runtime_methods
 
-    return runtime_engine.list_methods()
+    return runtime_methods.list_methods()
 
 
 def _stored_id(tenant: str, id: str) -> str:

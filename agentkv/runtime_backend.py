@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from typing import Any
 
 from agentkv.constraint import Constraint
@@ -97,11 +98,12 @@ class EngineGeneration:
     def counts(self) -> Counts:
         """What the engine measured so far."""
         seq = self._ticket.seq
-        resident = seq.state.length if seq.state is not None else 0
+        resident, evicted = (seq.state.resident, seq.state.evicted) if seq.state is not None else (0, 0)
         return Counts(
             cached_tokens=max(0, seq.num_prompt_tokens - seq.num_prefilled_tokens),
             prefilled_tokens=seq.num_prefilled_tokens,
             resident_tokens=resident,
+            evicted_tokens=evicted,
             generated_tokens=seq.num_generated,
             miss=seq.miss,
         )
@@ -114,7 +116,9 @@ class EngineGeneration:
             counts = self.counts()
             worker.llm.commit(seq, ids)
             info = worker.llm.chain_info(seq.request.chain_id) if seq.request.chain_id else None
-            return counts if info is None else counts.replace(resident_tokens=info.resident_tokens)
+            if info is not None:
+                counts = counts.replace(resident_tokens=info.resident_tokens, evicted_tokens=info.evicted_tokens)
+            return counts
 
         counts: Counts = worker.call(end)
         self._backend.observe(self._ticket, counts.prefilled_tokens)
@@ -139,7 +143,9 @@ class EngineBackend:
         exactness: Exactness,
         window: int,
         token_bytes: int,
+        form: int = 0,
     ) -> None:
+        self.form = form
         self.worker = worker
         self.tokenizer = tokenizer
         self.model_name = model_name
@@ -151,6 +157,12 @@ class EngineBackend:
         compiler = GrammarCompiler(tokenizer, worker.llm.runner.vocab_size)
         self._constraints = Constraints(compiler, call_format(CALL_FORMAT), thinks=THINK in tokenizer.template)
         self._prefill_rate = FIRST_GUESS_PREFILL
+
+    def of_form(self, form: int, *, fingerprint: str, exactness: Exactness, token_bytes: int) -> EngineBackend:
+        """The same model by another of the runner's forms."""
+        other = copy(self)
+        other.form, other.fingerprint, other.exactness, other.token_bytes = form, fingerprint, exactness, token_bytes
+        return other
 
     def render(
         self,
@@ -199,6 +211,7 @@ class EngineBackend:
             salt=salt,
             stop_ids=self.tokenizer.eos_ids,
             mask=None if constraint is None else self._constraints.mask(constraint, thinking=thinking),
+            form=self.form,
             beside=beside.seq if isinstance(beside, EngineGeneration) else None,
             priority=priority,
             timeout=timeout,

@@ -35,8 +35,8 @@ OPTIONAL = {
 def examine(model: str = "micro", **options: Any) -> dict[str, Any]:
     """A report on the machine and on `Runtime(model, **options)`, which is not opened and of which no weight is read.
 
-    options: device, dtype, memory, window, page_size, warm_memory. `problems` will not work, `advice` could be better; each is
-    a list of part, text and hint. Sizes are bytes.
+    options: device, dtype, memory, window, page_size, warm_memory, methods. `problems` will not work, `advice` could be better;
+    each is a list of part, text and hint. Sizes are bytes.
     """
     from agentkv.runtime_plan import plan_model
 

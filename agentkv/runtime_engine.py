@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from agentkv import methods
+from agentkv import methods as known
 from agentkv.engine.checkpoint import find_gguf
 from agentkv.engine.core import EngineConfig
 from agentkv.engine.devices import (
@@ -38,9 +38,11 @@ UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**
 
 @dataclass(frozen=True)
 class Engine:
-    """A loaded model behind its engine: what a `Runtime` owns."""
+    """A loaded model behind its engine: what a `Runtime` owns. backends: by name of the methods that sessions may have; backend
+    is that of the first."""
 
     backend: EngineBackend
+    backends: dict[str, EngineBackend]
     worker: EngineWorker
     config: EngineConfig
     method: SparseMethod
@@ -52,6 +54,7 @@ def open_engine(
     model: str | Path,
     *,
     method: str | SparseMethod = "dense",
+    methods: Iterable[str | SparseMethod] = (),
     device: str = "auto",
     dtype: str = "auto",
     memory: int | str | None = None,
@@ -62,32 +65,39 @@ def open_engine(
     lookup: int = LOOKUP,
     threads: int | None = None,
 ) -> Engine:
-    """Load a model and start its engine. Raises UnknownModel, BadModel, UnknownOption or BadRequest; nothing is left behind."""
+    """Load a model and start its engine. method: of sessions that name none; methods: others that they may name.
+
+    Raises UnknownModel, BadModel, UnknownOption or BadRequest; nothing is left behind."""
     if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= 1024):
         raise BadRequest(f"threads={threads!r}: 1 to 1,024, or None", param="threads")
     path = model_path(model)
-    chosen, name = _method(method)
-    lookup = _checked_lookup(lookup) if chosen.truncates else 0
+    served = _methods([method, *methods])
+    name, chosen = next(iter(served.items()))
+    lookup = _checked_lookup(lookup) if any(each.truncates for each in served.values()) else 0
     tokenizer = Tokenizer.load(path)
     target = usable_device(device)
     loaded = load_model(path, device=target, dtype=dtype)
     tokenizer.check_fits(loaded.config.vocab_size)
-    config = engine_config(loaded, memory, window, page_size, warm_memory, step_timeout, method=chosen)
+    config = engine_config(loaded, memory, window, page_size, warm_memory, step_timeout, methods=served.values())
     config = replace(config, lookup=lookup)
-    runner = ModelRunner(loaded, config, chosen)
-    fingerprint = _fingerprint(loaded, tokenizer, chosen, config)
-    llm = LLM(config, runner, tokenizer=tokenizer, reuse=chosen.reuse, fingerprint=fingerprint)
+    runner = ModelRunner(loaded, config, tuple(served.values()))
+    llm = LLM(config, runner, tokenizer=tokenizer, fingerprint=_fingerprint(loaded, tokenizer, config))
     worker = EngineWorker(llm, EngineThreads(threads) if loaded.device.type == "cpu" else None)
     backend = EngineBackend(
         worker,
         tokenizer,
         model_name=str(model),
-        fingerprint=fingerprint,
+        fingerprint=_fingerprint(loaded, tokenizer, config, chosen),
         exactness=chosen.exactness,
         window=config.window,
-        token_bytes=sum(group.token_bytes for group in runner.groups),
+        token_bytes=_token_bytes(runner, 0),
     )
-    return Engine(backend, worker, config, chosen, name, str(loaded.device))
+    backends = {name: backend}
+    for form, (other, each) in enumerate(list(served.items())[1:], start=1):
+        fingerprint = _fingerprint(loaded, tokenizer, config, each)
+        token_bytes = _token_bytes(runner, form)
+        backends[other] = backend.of_form(form, fingerprint=fingerprint, exactness=each.exactness, token_bytes=token_bytes)
+    return Engine(backend, backends, worker, config, chosen, name, str(loaded.device))
 
 
 def model_path(model: str | Path) -> Path:
@@ -107,15 +117,15 @@ def engine_config(
     warm_memory: int | str | None = None,
     step_timeout: float | None = None,
     *,
-    method: SparseMethod,
+    methods: Iterable[SparseMethod],
 ) -> EngineConfig:
     """Sizes for this model on its device; what is None is chosen.
 
-    memory 'auto' runs the method's largest steps and takes what they leave (BadModel where that is too little); None is the
-    same on a GPU, and on a CPU a quarter of the machine's memory, at most 1 GiB, without a trial.
+    memory 'auto' runs the largest steps of each method and takes what they leave (BadModel where that is too little); None is
+    the same on a GPU, and on a CPU a quarter of the machine's memory, at most 1 GiB, without a trial.
     """
     config = engine_sizes(loaded, memory, window, page_size, warm_memory, step_timeout)
-    return config if config.memory else replace(config, memory=plan_memory(loaded, config, method).arena)
+    return config if config.memory else replace(config, memory=min(plan_memory(loaded, config, each).arena for each in methods))
 
 
 def engine_sizes(
@@ -177,31 +187,24 @@ def _checked_lookup(lookup: int) -> int:
     return lookup
 
 
-def _method(method: str | SparseMethod) -> tuple[SparseMethod, str]:
-    if isinstance(method, str):
-        return methods.get(method), method
-    return method, type(method).__name__.lower()
+def _methods(given: Iterable[str | SparseMethod]) -> dict[str, SparseMethod]:
+    """By what sessions call them: as they were written, instances by their class. BadRequest for a name that two have."""
+    served: dict[str, SparseMethod] = {}
+    for each in given:
+        name = each if isinstance(each, str) else type(each).__name__.lower()
+        if name in served:
+            raise BadRequest(f"two methods are called {name!r}", hint="Write options: name:option=value", param="methods")
+        served[name] = known.parse(each) if isinstance(each, str) else each
+    return served
 
 
-def _fingerprint(loaded: LoadedModel, tokenizer: Tokenizer, method: SparseMethod, config: EngineConfig) -> str:
-    """What KV depends on beside its tokens: weights, tokenizer, template, method with every option, dtype, page size."""
-    parts = (loaded.fingerprint, tokenizer.fingerprint, repr(method), str(loaded.dtype), str(config.page_size))
+def _token_bytes(runner: ModelRunner, form: int) -> int:
+    """Bytes of a token that was just forwarded."""
+    return sum(runner.groups[group].token_bytes for group in runner.forms[form].groups)
+
+
+def _fingerprint(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig, method: SparseMethod | None = None) -> str:
+    """What KV depends on beside its tokens: weights, tokenizer, template, dtype, page size, method with every option."""
+    said = () if method is None else (repr(method),)
+    parts = (loaded.fingerprint, tokenizer.fingerprint, *said, str(loaded.dtype), str(config.page_size))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-
-def list_methods() -> list[dict[str, Any]]:
-    """Every method: name, family, exactness, reuse, options with defaults, summary."""
-    rows = []
-    for name in methods.NAMES:
-        kind = methods.resolve(name)
-        rows.append(
-            {
-                "name": name,
-                "family": kind.family,
-                "exactness": kind.exactness,
-                "reuse": kind.reuse,
-                "options": {option.name: repr(getattr(methods.get(name), option.name)) for option in fields(kind)},
-                "summary": (kind.__doc__ or "").strip().splitlines()[0],
-            }
-        )
-    return rows

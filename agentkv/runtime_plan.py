@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from agentkv import methods
+from agentkv import methods as known
 from agentkv.dialogue import Message
 from agentkv.engine.core import EngineConfig, Group, KVGroup
 from agentkv.engine.devices import usable_device, usable_memory
+from agentkv.engine.forms import serve
 from agentkv.engine.loader import LoadedModel
-from agentkv.engine.sizing import gib, groups_of, plan_memory
+from agentkv.engine.sizing import gib, plan_memory
 from agentkv.engine.sparse import SparseMethod
 from agentkv.engine.survey import longest_session, session_bytes, survey_model, try_step
 from agentkv.engine.tokenizer import Tokenizer
@@ -32,8 +34,9 @@ def plan_model(
     window: int | None = None,
     page_size: int | None = None,
     warm_memory: int | str | None = None,
+    methods: Iterable[str] = ("dense",),
 ) -> dict[str, Any]:
-    """What `Runtime` with these options would have: facts of the model and, under `methods`, a row for each method; bytes.
+    """What `Runtime` with these options would have: facts of the model and, under `methods`, a row for each of these; bytes.
 
     What would not work goes to `found`, and leaves out what depends on it. Damage inside weights is not seen.
     """
@@ -52,7 +55,7 @@ def plan_model(
                 tokenizer.check_fits(loaded.config.vocab_size)
         config = engine_sizes(loaded, memory, window, page_size, warm_memory)
         report |= {"window": config.window, "page_size": config.page_size, "warm_bytes": config.warm_memory}
-        report["methods"] = _by_method(loaded, config, found)
+        report["methods"] = _by_method(loaded, config, methods, found)
     return report
 
 
@@ -90,27 +93,31 @@ def _facts(loaded: LoadedModel) -> dict[str, Any]:
     }
 
 
-def _by_method(loaded: LoadedModel, config: EngineConfig, found: Findings) -> list[dict[str, Any]]:
+def _by_method(loaded: LoadedModel, config: EngineConfig, methods: Iterable[str], found: Findings) -> list[dict[str, Any]]:
     usable, weights = usable_memory(loaded.device), loaded.weight_bytes
     if weights >= usable:
         raise BadModel(f"the weights take {gib(weights)}, {loaded.device} has {gib(usable)}", hint=_SMALLER)
     rows = []
-    for name in methods.NAMES:
+    step = try_step(loaded, config, SparseMethod())
+    for name in methods:
         with found.looking_at(f"method {name}"):
-            rows.append({"method": name, **_row(loaded, config, methods.get(name), f"method {name}", found)})
+            rows.append({"method": name, **_row(loaded, config, known.parse(name), f"method {name}", step, found)})
     return rows
 
 
-def _row(loaded: LoadedModel, config: EngineConfig, method: SparseMethod, part: str, found: Findings) -> dict[str, Any]:
-    """step_bytes None: not tried. tokens_that_fit: in any number of sessions, if every group holds every one of them."""
-    groups = groups_of(loaded, config, method)
-    step = try_step(loaded, config, method)
-    whole = session_bytes(groups, config, config.window)
+def _row(
+    loaded: LoadedModel, config: EngineConfig, method: SparseMethod, part: str, step: int | None, found: Findings
+) -> dict[str, Any]:
+    """step: bytes of the largest steps with full attention, None where that was not tried. tokens_that_fit: in any number of
+    sessions, if every group holds every one of them."""
+    groups, (served,) = serve(loaded, config, (method,))
+    form = served.form
+    whole = session_bytes(groups, config, config.window, (form,))
     row: dict[str, Any] = {
         "exactness": method.exactness,
         "reuse": method.reuse,
         "groups": [_group(group) for group in groups],
-        "kv_bytes_per_token": sum(group.token_bytes for group in groups),
+        "kv_bytes_per_token": sum(groups[index].token_bytes for index in form.groups),
         "step_bytes": step,
         "session_bytes": whole,
     }
@@ -125,7 +132,7 @@ def _row(loaded: LoadedModel, config: EngineConfig, method: SparseMethod, part: 
             f"{gib(usable_memory(loaded.device))} of {loaded.device}",
             hint=f"memory={left} or less" if left > 0 else _SMALLER,
         )
-    longest = longest_session(groups, config, arena)
+    longest = longest_session(groups, config, arena, (form,))
     if longest < config.window:
         found.problem(
             part,
@@ -133,7 +140,7 @@ def _row(loaded: LoadedModel, config: EngineConfig, method: SparseMethod, part: 
             f"{gib(arena)}: requests past {longest:,} tokens will be refused",
             f"Open it with memory={whole} or more" + (f", or with window={longest}" if longest else ""),
         )
-    stripe = sum(group.stripe_bytes for group in groups)
+    stripe = sum(groups[index].stripe_bytes for index in form.groups)
     return row | {
         "arena_bytes": arena,
         "tokens_that_fit": arena // stripe * config.page_size,

@@ -59,7 +59,8 @@ def _runs(full: Tensor) -> tuple[tuple[int, int, int], ...]:
 def decode_attention(q: Tensor, pages: Tensor, rows: tuple[RowPages, ...], scale: float) -> tuple[Tensor, Tensor]:
     """Attention of one query token a row over the slots of its plan.
 
-    q: `[num_rows, num_heads, head_dim]`. Returns out like q and lse `[num_rows, num_heads]` (float32, or float64 for it).
+    q: `[num_rows, num_heads, head_dim]`. Returns out like q and lse `[num_rows, num_heads]` (float32, or float64 for it); 0
+    and -inf for a row that holds nothing.
     """
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = torch.empty_like(q)
@@ -110,7 +111,7 @@ def _decode_row(q: Tensor, pages: Tensor, row: RowPages, scale: float) -> tuple[
 
     lse = torch.logsumexp(scores.mul_(scale), dim=-1)
     weights = scores.sub_(lse.unsqueeze(-1)).exp_()
-    out = _weigh(weights, head_part, segments, tail)
+    out = _weigh(weights, head_part, segments, tail, head_dim)
     return out.reshape(-1, head_dim), lse.reshape(-1)
 
 
@@ -122,7 +123,7 @@ def _part(pages: Tensor, place: tuple[int, int, int] | None, dtype: torch.dtype)
     return pages[entry, :, :, first : first + count].to(dtype)
 
 
-def _weigh(weights: Tensor, head_part: Tensor | None, segments: list[Tensor], tail: Tensor | None) -> Tensor:
+def _weigh(weights: Tensor, head_part: Tensor | None, segments: list[Tensor], tail: Tensor | None, head_dim: int) -> Tensor:
     """Sum of values: weights `[num_kv_heads, group, length]`; full pages are added in logical order, then the parts."""
     num_kv_heads, group, _ = weights.shape
     start = begin = 0 if head_part is None else head_part.shape[2]
@@ -135,11 +136,8 @@ def _weigh(weights: Tensor, head_part: Tensor | None, segments: list[Tensor], ta
             heads[head].append(torch.bmm(part[head], segment[:, head, 1]))
         start = stop
     sums = [torch.cat(parts).sum(0) for parts in heads if parts]
-    out = torch.stack(sums) if sums else None
+    out = torch.stack(sums) if sums else weights.new_zeros(num_kv_heads, group, head_dim)
     for edge, weight in ((head_part, weights[..., :begin]), (tail, weights[..., start:])):
         if edge is not None:
-            summed = torch.bmm(weight, edge[:, 1])
-            out = summed if out is None else out + summed
-    if out is None:
-        raise ValueError("a row without tokens has nothing to attend to")
+            out = out + torch.bmm(weight, edge[:, 1])
     return out

@@ -39,8 +39,8 @@ def _piece_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, MEMBERS_PAD: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_BIAS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
     FP8: tl.constexpr, BITS: tl.constexpr, CODE_BYTES: tl.constexpr, KEY_GROUP: tl.constexpr, VALUE_GROUP: tl.constexpr,
-    PARAMS_START: tl.constexpr, HEAD_PARAMS: tl.constexpr, KEY_PARAMS: tl.constexpr, VALUE_PARAMS: tl.constexpr,
-    WIDE: tl.constexpr, NUM_STAGES: tl.constexpr,
+    SLOT_BYTES: tl.constexpr, PARAMS_START: tl.constexpr, HEAD_PARAMS: tl.constexpr, KEY_PARAMS: tl.constexpr,
+    VALUE_PARAMS: tl.constexpr, SLOT_PARAMS: tl.constexpr, WIDE: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Pieces number pid, pid + grid, ...: each one's part of out (float32, normalised) and its log-sum-exp (base 2)."""
     MEMBERS: tl.constexpr = GROUP * QUERIES
@@ -74,12 +74,12 @@ def _piece_kernel(
             live_kv = live[:, None] & live_dim[None, :]
             slot = token % PAGE
             entry = tl.load(table_row + token // PAGE, mask=live, other=0).to(tl.int64)
-            place = entry * page_stride + (head * 2 * PAGE + slot) * CODE_BYTES
+            place = entry * page_stride + (head * 2 * PAGE + slot) * SLOT_BYTES
             params = head_params + entry * params_stride
             if FP8:
                 k = _floats(pages_ptr, place, dim, live_kv).to(dtype)
                 score = tl.dot(q.to(dtype), tl.trans(k), input_precision="ieee")
-                score = score * tl.load(params + slot, mask=live, other=0.0).to(tl.float32)[None, :]
+                score = score * tl.load(params + slot * SLOT_PARAMS, mask=live, other=0.0).to(tl.float32)[None, :]
             else:
                 page = tl.load(table_row + first // PAGE).to(tl.int64)  # a block lies in one group, so in one page
                 group = head_params + page * params_stride + first % PAGE // KEY_GROUP * DIM + dim
@@ -98,10 +98,11 @@ def _piece_kernel(
             weight = tl.exp2(score - new_top[:, None])
             shrink = tl.exp2(top - new_top)
             sums = sums * shrink + tl.sum(weight, 1)
-            place += PAGE * CODE_BYTES
+            place += PAGE * SLOT_BYTES
             if FP8:
                 v = _floats(pages_ptr, place, dim, live_kv)
-                weight *= tl.load(params + KEY_PARAMS + slot, mask=live, other=0.0).to(tl.float32)[None, :]
+                v_scale = tl.load(params + KEY_PARAMS + slot * SLOT_PARAMS, mask=live, other=0.0)
+                weight *= v_scale.to(tl.float32)[None, :]
             else:
                 own = params[:, None] + 2 * KEY_PARAMS + (slot * ROW_GROUPS)[:, None] + (dim // VALUE_GROUP)[None, :]
                 v_scale = tl.load(own, mask=live_kv, other=0.0).to(tl.float32)
@@ -126,6 +127,16 @@ def serves(layout: PageLayout) -> bool:
 def block_of(layout: PageLayout) -> int:
     """Tokens of a tile: within one group of keys."""
     return 64 if layout.fp8 else min(64, layout.key_group, EDGE)
+
+
+def _steps(layout: PageLayout) -> dict[str, int]:
+    """From the scales of a head to those of the next, from keys to values (and to zeros), and from slot to slot, in items."""
+    if layout.fp8:
+        items = layout.slot_bytes // layout.dtype.itemsize
+        side = layout.page_size * items
+        return {"HEAD_PARAMS": 2 * side, "KEY_PARAMS": side, "VALUE_PARAMS": 0, "SLOT_PARAMS": items}
+    key, value = (rows * columns for rows, columns in (layout.key_params, layout.value_params))
+    return {"HEAD_PARAMS": layout.head_params, "KEY_PARAMS": key, "VALUE_PARAMS": value, "SLOT_PARAMS": 0}
 
 
 def paged_dequant_decode(
@@ -168,8 +179,7 @@ def paged_dequant_decode(
         MEMBERS_PAD=max(16, triton.next_power_of_2(group * queries)), CAUSAL=causal, HAS_BIAS=bias is not None,
         PAGE=layout.page_size, DIM_PAD=dim_pad, BLOCK=block_of(layout), FP8=layout.fp8, BITS=layout.bits,
         CODE_BYTES=layout.code_bytes, KEY_GROUP=layout.key_group or 1, VALUE_GROUP=layout.value_group or 1,
-        PARAMS_START=layout.params_start // layout.dtype.itemsize, HEAD_PARAMS=layout.head_params,
-        KEY_PARAMS=layout.key_params[0] * layout.key_params[1], VALUE_PARAMS=layout.value_params[0] * layout.value_params[1],
+        SLOT_BYTES=layout.slot_bytes, PARAMS_START=layout.params_start // layout.dtype.itemsize, **_steps(layout),
         WIDE=q.dtype == torch.float32, NUM_STAGES=tuned.stages, num_warps=tuned.warps, **shared,
     )  # fmt: skip
     _merge_kernel[(num_tokens, num_heads, dim_pad // share)](

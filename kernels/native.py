@@ -58,7 +58,7 @@ def native() -> Native:
         return Native({}, f"off: {SWITCH}=0")
     try:
         return _load()
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, subprocess.SubprocessError, ImportError) as error:
         return Native({}, f"off: {error}")
 
 

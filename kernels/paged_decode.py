@@ -1,6 +1,6 @@
 """Paged decode attention on a GPU: few query tokens a row, keys split in pieces over a fixed grid, merged in order.
 
-A row is cut into pieces by its own length alone, and its pieces are merged in logical order without atomics, so a row's
+A row is cut into pieces by its own length alone, and its pieces are merged in logical order, whoever does it, so a row's
 result does not depend on the rest of the batch (flash decoding, arXiv 2311.01282). The work list of pieces is built on the
 device: nothing here waits for lengths, so a step can be captured in a graph and replayed with other lengths.
 """
@@ -11,12 +11,13 @@ device: nothing here waits for lengths, so a step can be captured in a graph and
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 EDGE = 128
 """The tokens of a piece are a multiple of this, which tiles of 32 to 128 divide."""
@@ -24,6 +25,19 @@ FEW, MOST, LONG = 16, 64, 1024
 """A row has about FEW pieces until they are LONG tokens each, then longer rows have more pieces, MOST at most."""
 PROGRAMS = 4
 """Programs of the grid for each multiprocessor."""
+COUNTERS = 128
+"""Most KV heads of a row that has one page table."""
+
+
+class Cut(NamedTuple):
+    """How rows are cut, see FEW; most is a power of two."""
+
+    few: int = FEW
+    most: int = MOST
+    long: int = LONG
+
+
+CUT = Cut()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,37 +46,48 @@ class DecodePlan:
 
     A **line** is a row, or a KV head of a row where heads hold different numbers of slots. lens: int32 `[num_lines]`, slots
     held. ends: int32 `[num_lines]`, pieces of all lines up to and with this one. pieces: int32 `[max_pieces, 4]`: line, first
-    slot, slot behind the last, and line of the page table of each piece. per_head: are lines heads? programs: size of the grid.
+    slot, slot behind the last, and line of the page table of each piece. arrived: int32 `[num_lines, COUNTERS]` (one a line
+    where lines are heads), pieces that are done, zero between launches: so a plan serves one stream. per_head: are lines heads?
+    most: pieces of a line. programs: size of the grid.
     """
 
     lens: Tensor
     ends: Tensor
     pieces: Tensor
+    arrived: Tensor
     per_head: bool
+    most: int
     programs: int
 
 
 def plan_decode(
-    lens: Tensor, rows: Tensor, max_pieces: int, firsts: Tensor | None = None, programs: int | None = None
+    lens: Tensor,
+    rows: Tensor,
+    max_pieces: int,
+    firsts: Tensor | None = None,
+    programs: int | None = None,
+    cut: Cut = CUT,
 ) -> DecodePlan:
     """Cut rows into pieces, on the device. max_pieces: a host bound on the pieces of all lines, see `bound_pieces`.
 
     lens: int32 `[num_rows]` or `[num_rows, num_kv_heads]`, contiguous. firsts: the same shape, slots before these are not read.
     rows: int64 `[num_rows]`, lines of the page table.
     """
-    num_lines = lens.numel()
+    num_lines, per_head = lens.numel(), lens.dim() == 2
+    arrived = torch.empty(num_lines, 1 if per_head else COUNTERS, dtype=torch.int32, device=lens.device)
     ends = torch.empty(num_lines, dtype=torch.int32, device=lens.device)
     pieces = torch.empty(max_pieces, 4, dtype=torch.int32, device=lens.device)
     _plan_kernel[(num_lines,)](
-        lens, firsts if firsts is not None else lens, rows, ends, pieces, num_lines, num_lines // len(rows),
-        HAS_FIRSTS=firsts is not None, LINES_PAD=triton.next_power_of_2(num_lines), EDGE=EDGE, FEW=FEW, MOST=MOST, LONG=LONG,
+        lens, firsts if firsts is not None else lens, rows, ends, pieces, arrived, num_lines, num_lines // len(rows),
+        HAS_FIRSTS=firsts is not None, LINES_PAD=triton.next_power_of_2(num_lines), COUNTERS=arrived.shape[1],
+        EDGE=EDGE, FEW=cut.few, MOST=cut.most, LONG=cut.long,
     )  # fmt: skip
-    return DecodePlan(lens, ends, pieces, lens.dim() == 2, programs or _programs(lens.device))
+    return DecodePlan(lens, ends, pieces, arrived, per_head, cut.most, programs or _programs(lens.device))
 
 
-def bound_pieces(num_lines: int, total_slots: int) -> int:
+def bound_pieces(num_lines: int, total_slots: int, cut: Cut = CUT) -> int:
     """Pieces that lines with so many visible slots in all can have, at most."""
-    return min(num_lines * MOST, num_lines + total_slots // EDGE)
+    return min(num_lines * cut.most, num_lines + total_slots // EDGE)
 
 
 def _programs(device: torch.device) -> int:
@@ -80,8 +105,8 @@ def _size_of(seen, EDGE: tl.constexpr, FEW: tl.constexpr, MOST: tl.constexpr, LO
 
 @triton.jit(do_not_specialize=["num_lines"])
 def _plan_kernel(
-    lens_ptr, firsts_ptr, rows_ptr, ends_ptr, pieces_ptr, num_lines, lines_a_row,
-    HAS_FIRSTS: tl.constexpr, LINES_PAD: tl.constexpr,
+    lens_ptr, firsts_ptr, rows_ptr, ends_ptr, pieces_ptr, arrived_ptr, num_lines, lines_a_row,
+    HAS_FIRSTS: tl.constexpr, LINES_PAD: tl.constexpr, COUNTERS: tl.constexpr,
     EDGE: tl.constexpr, FEW: tl.constexpr, MOST: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
     """One line: where its pieces stand in the list (behind those of all lines before it), and the pieces."""
@@ -90,13 +115,14 @@ def _plan_kernel(
     length = tl.load(lens_ptr + every, mask=every < num_lines, other=0)
     first = tl.load(firsts_ptr + every, mask=every < num_lines, other=0) if HAS_FIRSTS else length * 0
     seen = length - first
-    count = tl.cdiv(seen, _size_of(seen, EDGE, FEW, MOST, LONG))
+    count = tl.maximum(tl.cdiv(seen, _size_of(seen, EDGE, FEW, MOST, LONG)), 1)  # nothing to see: one piece without slots
     begin = tl.sum(tl.where(every < line, count, 0), 0)
     mine = tl.sum(tl.where(every == line, count, 0), 0)
     stop = tl.sum(tl.where(every == line, length, 0), 0)
     low = tl.sum(tl.where(every == line, first, 0), 0)
     size = _size_of(stop - low, EDGE, FEW, MOST, LONG)
     tl.store(ends_ptr + line, begin + mine)
+    tl.store(arrived_ptr + line * COUNTERS + tl.arange(0, COUNTERS), tl.zeros([COUNTERS], tl.int32))
     number = tl.arange(0, MOST)
     live = number < mine
     place = pieces_ptr + (begin + number) * 4
@@ -109,15 +135,20 @@ def _plan_kernel(
 
 @triton.jit(do_not_specialize=["num_lines"])
 def _piece_kernel(
-    q_ptr, pages_ptr, table_ptr, bias_ptr, lens_ptr, ends_ptr, pieces_ptr, part_ptr, part_lse_ptr,
+    q_ptr, pages_ptr, table_ptr, bias_ptr, lens_ptr, ends_ptr, pieces_ptr, part_ptr, part_lse_ptr, arrived_ptr,
+    out_ptr, lse_ptr,
     scale, num_lines, q_token_stride, q_head_stride, page_stride, head_stride, row_stride, table_head_stride, bias_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, MEMBERS_PAD: tl.constexpr, PER_HEAD: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PAGE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    NUM_STAGES: tl.constexpr, MOST: tl.constexpr, MERGE_PAD: tl.constexpr, CHUNK: tl.constexpr,
+    COUNTERS: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
     """Pieces number pid, pid + grid, ...: each one's part of out (float32, normalised) and its log-sum-exp (base 2)."""
     MEMBERS: tl.constexpr = GROUP * QUERIES
+    if MERGE == "overlap":
+        gdc_wait()
+        gdc_launch_dependents()  # what comes next may take its place on the device, where it waits for this kernel's end
     total = tl.load(ends_ptr + num_lines - 1)
     if not PER_HEAD:
         total = total * HEADS
@@ -170,15 +201,65 @@ def _piece_kernel(
         out = member.to(tl.int64) + item * MEMBERS
         tl.store(part_ptr + out[:, None] * DIM + dim[None, :], acc / sums_safe[:, None], mask=live_q)
         tl.store(part_lse_ptr + out, lse, mask=member < MEMBERS)
+        if MERGE == "last":
+            begin = tl.load(ends_ptr + line - 1, mask=line > 0, other=0)
+            count = tl.load(ends_ptr + line) - begin
+            counter = arrived_ptr + (line if PER_HEAD else line * COUNTERS + head)
+            tl.debug_barrier()  # all of this program's part is written before it is counted
+            if tl.atomic_add(counter, 1, sem="acq_rel") == count - 1:
+                tl.debug_barrier()  # and read after that
+                tl.store(counter, 0)
+                first_item = begin if PER_HEAD else begin * HEADS + head
+                _merge_line(
+                    part_ptr, part_lse_ptr, out_ptr, lse_ptr, row, head, first_item, count,
+                    HEADS, GROUP, QUERIES, 1 if PER_HEAD else HEADS, DIM, DIM_PAD, MERGE_PAD, MOST, CHUNK,
+                )  # fmt: skip
+
+
+@triton.jit
+def _merge_line(
+    part_ptr, part_lse_ptr, out_ptr, lse_ptr, row, head, first_item, count,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, STEP: tl.constexpr,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, MERGE_PAD: tl.constexpr, MOST: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """All members of a row and KV head: their pieces in logical order, items first_item, + STEP, ...; CHUNK at a time, so
+    that many loads are on their way together."""
+    MEMBERS: tl.constexpr = GROUP * QUERIES
+    member = tl.arange(0, MERGE_PAD)
+    dim = tl.arange(0, DIM_PAD)
+    live_out = (member[:, None] < MEMBERS) & (dim[None, :] < DIM)
+    every = tl.arange(0, MOST)
+    mask_lse = (every[:, None] < count) & (member[None, :] < MEMBERS)
+    place_lse = (first_item + every * STEP).to(tl.int64)[:, None] * MEMBERS + member[None, :]
+    lses = tl.load(part_lse_ptr + place_lse, mask=mask_lse, other=float("-inf"), cache_modifier=".cg")
+    top = tl.maximum(tl.max(lses, 0), -1e30)  # members of the padding have none
+    sums = tl.sum(tl.exp2(lses - top[None, :]), 0)
+    acc = tl.zeros([MERGE_PAD, DIM_PAD], tl.float32)
+    for first in range(0, count, CHUNK):
+        number = first + tl.arange(0, CHUNK)
+        live = (number[:, None] < count) & (member[None, :] < MEMBERS)
+        place = (first_item + number * STEP).to(tl.int64)[:, None] * MEMBERS + member[None, :]
+        lse = tl.load(part_lse_ptr + place, mask=live, other=float("-inf"), cache_modifier=".cg")
+        mask = live[:, :, None] & (dim[None, None, :] < DIM)
+        part = tl.load(part_ptr + place[:, :, None] * DIM + dim[None, None, :], mask=mask, other=0.0, cache_modifier=".cg")
+        acc += tl.sum(part * tl.exp2(lse - top[None, :])[:, :, None], 0)
+    sums_safe = tl.where(sums > 0, sums, 1.0)
+    token = row * QUERIES + member // GROUP
+    line_out = token.to(tl.int64) * (HEADS * GROUP) + head * GROUP + member % GROUP
+    tl.store(out_ptr + line_out[:, None] * DIM + dim[None, :], acc / sums_safe[:, None], mask=live_out)
+    total = tl.where(sums > 0, top + tl.log2(sums_safe), float("-inf"))
+    tl.store(lse_ptr + line_out, total * 0.6931471805599453, mask=member < MEMBERS)
 
 
 @triton.jit
 def _merge_kernel(
     part_ptr, part_lse_ptr, ends_ptr, out_ptr, lse_ptr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, PER_HEAD: tl.constexpr,
-    DIM: tl.constexpr, SHARE: tl.constexpr, MOST: tl.constexpr,
+    DIM: tl.constexpr, SHARE: tl.constexpr, MOST: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     """One query token, one head, SHARE of its dims: its pieces in logical order."""
+    if OVERLAP:
+        gdc_wait()
     token, head, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     MEMBERS: tl.constexpr = GROUP * QUERIES
     row = token // QUERIES
@@ -205,17 +286,24 @@ def _merge_kernel(
     tl.store(lse_ptr + line_out, total, mask=share == 0)
 
 
+Merge = Literal["after", "last", "overlap"]
+"""Who merges the pieces: a second kernel, the program that finishes a row and KV head last, or a second kernel that is launched
+before the first has ended (Hopper's programmatic dependent launch)."""
+
+
 class Tuning(NamedTuple):
-    """How the kernel is compiled: warps of a program, stages of its pipeline, tokens of a tile."""
+    """How the kernel is compiled: warps of a program, stages of its pipeline, tokens of a tile; who merges the pieces."""
 
     warps: int
     stages: int
     block: int
+    merge: Merge = "after"
 
 
-def tuning(members: int) -> Tuning:
-    """The best found on an H200 for so many query heads and tokens that share a KV head (docs/bench/)."""
-    return Tuning(2, 2, 64) if members <= 4 else Tuning(4, 2, 64)
+def tuning(row_bytes: int) -> Tuning:
+    """What serves all shapes best on an H200 (docs/bench/tune.json): a single row needs large tiles, and many rows lose 5 to
+    7 % by them. row_bytes: of one key; where they are many, large tiles would not fit the shared memory."""
+    return Tuning(4, 4, 128) if row_bytes <= 256 else Tuning(4, 2, 64)
 
 
 def paged_decode(
@@ -239,25 +327,34 @@ def paged_decode(
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, page_size = pages.shape[1], pages.shape[3]
+    if not plan.per_head and num_kv_heads > COUNTERS:
+        raise ValueError(f"{num_kv_heads} KV heads in one page table; {COUNTERS} is the most")
     group = num_heads // num_kv_heads
-    dim_pad = max(16, triton.next_power_of_2(head_dim))
+    members, dim_pad = group * queries, max(16, triton.next_power_of_2(head_dim))
+    merge_pad = triton.next_power_of_2(members)
+    chunk = max(1, min(plan.most, 4096 // (merge_pad * dim_pad)))
     share = min(dim_pad, 32)
-    tuned = tuned or tuning(group * queries)
+    tuned = tuned or tuning(q.shape[-1] * pages.element_size())
+    overlap = tuned.merge == "overlap"
     items = len(plan.pieces) * (1 if plan.per_head else num_kv_heads)
-    parts = torch.empty(items, group * queries, head_dim, dtype=torch.float32, device=q.device)
-    part_lse = torch.empty(items, group * queries, dtype=torch.float32, device=q.device)
+    parts = torch.empty(items, members, head_dim, dtype=torch.float32, device=q.device)
+    part_lse = torch.empty(items, members, dtype=torch.float32, device=q.device)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=q.device)
     shared = {"HEADS": num_kv_heads, "GROUP": group, "QUERIES": queries, "PER_HEAD": plan.per_head, "DIM": head_dim}
+    shared |= {"MOST": plan.most, **({"launch_pdl": True} if overlap else {})}
     _piece_kernel[(plan.programs,)](
-        q, pages, table, q if bias is None else bias, plan.lens, plan.ends, plan.pieces, parts, part_lse,
+        q, pages, table, q if bias is None else bias, plan.lens, plan.ends, plan.pieces, parts, part_lse, plan.arrived,
+        out, lse,
         scale * 1.4426950408889634, plan.ends.numel(), q.stride(0), q.stride(1), pages.stride(0), pages.stride(1),
         table.stride(0), table.stride(1) if table.dim() == 3 else 0, 0 if bias is None else bias.stride(1),
         HAS_BIAS=bias is not None,
-        MEMBERS_PAD=max(16, triton.next_power_of_2(group * queries)), PAGE=page_size, DIM_PAD=dim_pad, BLOCK=tuned.block,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", NUM_STAGES=tuned.stages, num_warps=tuned.warps, **shared,
+        MEMBERS_PAD=max(16, triton.next_power_of_2(members)), PAGE=page_size, DIM_PAD=dim_pad, BLOCK=tuned.block,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", NUM_STAGES=tuned.stages, num_warps=tuned.warps,
+        MERGE_PAD=merge_pad, CHUNK=chunk, COUNTERS=COUNTERS, MERGE=tuned.merge, **shared,
     )  # fmt: skip
-    _merge_kernel[(num_tokens, num_heads, dim_pad // share)](
-        parts, part_lse, plan.ends, out, lse, SHARE=share, MOST=MOST, num_warps=2, **shared
-    )
+    if tuned.merge != "last":
+        _merge_kernel[(num_tokens, num_heads, dim_pad // share)](
+            parts, part_lse, plan.ends, out, lse, SHARE=share, OVERLAP=overlap, num_warps=2, **shared
+        )
     return out, lse

@@ -1,7 +1,8 @@
 """Where codes, scales and zeros lie in a page of quantised keys and values, and reading and writing them there.
 
 A page is bytes: `[kv head][K codes, V codes]`, then `[kv head][K scales, K zeros, V scales, V zeros]`. Codes are
-`[page_size, code_bytes]`, as `quantize_blocks` packs them or e4m3 (`quantize_fp8`), which has a scale a token and no zeros.
+`[page_size, code_bytes]`, as `quantize_blocks` packs them. Codes in e4m3 (`quantize_fp8`) have a scale a token and no zeros: a
+page of them is `[kv head][K, V][page_size]`[codes, scale], so that a slot's bytes move as one when a slot is moved.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class PageLayout:
             raise ValueError(f"{self.head_dim} codes of {self.bits} bits do not fill bytes, or not of 2, 4 or 8 bits")
         if self.fp8 and (self.value_group or self.bits != 8):
             raise ValueError("e4m3 codes have 8 bits and no groups")
+        if self.fp8 and self.head_dim % self.dtype.itemsize:
+            raise ValueError(f"a scale of {self.dtype} cannot stand behind {self.head_dim} codes")
         if not self.fp8 and (self.page_size % self.key_group or not self.value_group or self.head_dim % self.value_group):
             raise ValueError(
                 f"groups of {self.key_group} tokens and {self.value_group} channels do not divide a page of {self.page_size} "
@@ -64,6 +67,11 @@ class PageLayout:
         return self.head_dim * self.bits // 8
 
     @property
+    def slot_bytes(self) -> int:
+        """From the codes of one slot to those of the next."""
+        return self.code_bytes + self.dtype.itemsize * self.fp8
+
+    @property
     def key_params(self) -> tuple[int, int]:
         """Shape of one head's key scales (and of its zeros)."""
         return (self.page_size, 1) if self.fp8 else (self.page_size // self.key_group, self.head_dim)
@@ -75,18 +83,19 @@ class PageLayout:
 
     @property
     def params_start(self) -> int:
-        """Where the scales of the first head begin."""
-        return self.num_kv_heads * 2 * self.page_size * self.code_bytes
+        """Where the scales of the first head begin; e4m3: the first."""
+        return self.code_bytes if self.fp8 else self.num_kv_heads * 2 * self.page_size * self.code_bytes
 
     @property
     def head_params(self) -> int:
         """Scales and zeros of one head, counted in items."""
-        kinds = 1 if self.fp8 else 2
-        return kinds * (self.key_params[0] * self.key_params[1] + self.value_params[0] * self.value_params[1])
+        return 2 * (self.key_params[0] * self.key_params[1] + self.value_params[0] * self.value_params[1])
 
     @property
     def page_bytes(self) -> int:
         """The whole page."""
+        if self.fp8:
+            return self.num_kv_heads * 2 * self.page_size * self.slot_bytes
         return self.params_start + self.num_kv_heads * self.head_params * self.dtype.itemsize
 
 
@@ -122,13 +131,19 @@ class QuantizedPages:
 def split_pages(pages: Tensor, layout: PageLayout) -> Fields:
     """Views of pages uint8 `[num_pages, >= page_bytes]`."""
     heads, start = layout.num_kv_heads, layout.params_start
+    if layout.fp8:
+        items = layout.slot_bytes // layout.dtype.itemsize
+        lines, numbers = (
+            torch.unflatten(each, 1, (heads, 2, layout.page_size, -1))
+            for each in (pages[:, : layout.page_bytes], pages[:, : layout.page_bytes].view(layout.dtype))
+        )
+        codes, scales = lines[..., : layout.code_bytes], numbers[..., items - 1 :]
+        return Fields(codes[:, :, 0], codes[:, :, 1], scales[:, :, 0], scales[:, :, 1], None, None)
     codes = torch.unflatten(pages[:, :start], 1, (heads, 2, layout.page_size, layout.code_bytes))
     params = torch.unflatten(pages[:, start : layout.page_bytes].view(layout.dtype), 1, (heads, -1))
-    shapes = [shape for shape in (layout.key_params, layout.value_params) for _ in range(1 if layout.fp8 else 2)]
+    shapes = [shape for shape in (layout.key_params, layout.value_params) for _ in range(2)]
     parts = torch.split_with_sizes(params, [rows * columns for rows, columns in shapes], -1)
     views = [torch.unflatten(part, -1, shape) for part, shape in zip(parts, shapes, strict=True)]
-    if layout.fp8:
-        return Fields(codes[:, :, 0], codes[:, :, 1], views[0], views[1], None, None)
     return Fields(codes[:, :, 0], codes[:, :, 1], views[0], views[2], views[1], views[3])
 
 

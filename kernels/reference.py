@@ -48,3 +48,45 @@ def move_units(arena: Tensor, unit_bytes: int, granule: int, source: Sequence[in
     for old, new in zip(source, target, strict=True):
         unit = arena[old * granule : old * granule + unit_bytes].clone()
         arena[new * granule : new * granule + unit_bytes] = unit
+
+
+def observe(
+    q: Tensor, k: Tensor, scale: float, window: int, kernel: int, pool: str, reduce: str, reduce_first: bool
+) -> list[list[float]]:
+    """What the last `window` queries make of each key before them, by KV head, in float64: see `observed_scores`.
+
+    q: `[n, num_heads, head_dim]`, k: `[n, num_kv_heads, head_dim]`, of the same tokens. [] for each head if none is before.
+    """
+    length, num_kv_heads, _ = k.shape
+    older, group = max(0, length - window), q.shape[1] // num_kv_heads
+
+    def pooled(scores: list[float]) -> list[float]:
+        near = [scores[max(0, at - kernel // 2) : at + kernel // 2 + 1] for at in range(older)]
+        return [max(each) if pool == "max" else math.fsum(each) / kernel for each in near]
+
+    def joined(heads: list[list[float]]) -> list[float]:
+        return [max(each) if reduce == "max" else math.fsum(each) / group for each in zip(*heads, strict=True)]
+
+    found = []
+    for kv_head in range(num_kv_heads):
+        heads = []
+        for head in range(kv_head * group, (kv_head + 1) * group):
+            sums = torch.zeros(length, dtype=torch.float64)
+            for token in range(older, length):
+                sums[: token + 1] += torch.softmax(k[: token + 1, kv_head].double() @ q[token, head].double() * scale, 0)
+            heads.append(sums[:older].tolist())
+        found.append(pooled(joined(heads)) if reduce_first else joined([pooled(each) for each in heads]))
+    return found
+
+
+def probabilities(q: Tensor, k: Tensor, scale: float, ends: Sequence[int]) -> Tensor:
+    """What each query gives to each key, in float64 `[num_heads, num_queries, n]`; query i sees the first ends[i] keys.
+
+    q: `[num_queries, num_heads, head_dim]`, k: `[n, num_kv_heads, head_dim]`.
+    """
+    group = q.shape[1] // k.shape[1]
+    given = torch.zeros(q.shape[1], q.shape[0], k.shape[0], dtype=torch.float64)
+    for head in range(q.shape[1]):
+        for i, end in enumerate(ends):
+            given[head, i, :end] = torch.softmax(k[:end, head // group].double() @ q[i, head].double() * scale, 0)
+    return given

@@ -13,7 +13,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None = None, ep
     """Halves of each head turned by the token's angles, after `rms_norm` where there is a weight.
 
     x: `[num_tokens, num_heads, head_dim]`. cos, sin: `[num_tokens, 1, head_dim / 2]`. weight: `[num_heads, head_dim]`. In one
-    pass on the CPU, else in torch.
+    pass on the CPU and in one launch on a GPU, else in torch.
     """
     _, num_heads, dim = x.shape
     dense = x.stride()[1:] == (dim, 1) and cos.is_contiguous() and sin.is_contiguous()
@@ -24,6 +24,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None = None, ep
         angles = cos.data_ptr(), sin.data_ptr()
         turn(x.data_ptr(), x.stride(0), by_head, *angles, y.data_ptr(), len(x), num_heads, dim, eps, torch.get_num_threads())
         return y
+    if dense and x.is_cuda:
+        from agentkv.kernels import token_ops_triton as fused  # needs triton, which a CPU-only platform may lack
+
+        if fused.serves(x, cos, sin, *(() if weight is None else (weight,))):
+            return fused.turn(x, cos, sin, weight, eps)
     if weight is not None:
         x = rms_norm(x, weight, eps)
     first, second = x.chunk(2, dim=-1)

@@ -31,5 +31,11 @@ def store_kv(pages: Tensor, entries: Tensor, offsets: Tensor, k: Tensor, v: Tens
         tokens = k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), num_tokens
         put(*places, *tokens, num_kv_heads, page_size, dim, pages.stride(0))
         return
+    if dense and k.is_cuda:
+        from agentkv.kernels import token_ops_triton as fused  # needs triton, which a CPU-only platform may lack
+
+        if fused.serves(pages, k, v) and k.dtype == v.dtype == pages.dtype:
+            fused.put(pages, entries, offsets, k, v)
+            return
     pages[entries, :, 0, offsets] = k
     pages[entries, :, 1, offsets] = v

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ast import literal_eval
 from dataclasses import fields
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,17 @@ if TYPE_CHECKING:
     from agentkv.engine.sparse import SparseMethod
 
 NAMES: dict[str, str] = {
+    "adakv": "agentkv.methods.adakv:AdaKV",
     "dense": "agentkv.methods.dense:Dense",
+    "fp8_kv": "agentkv.methods.fp8_kv:FP8KV",
+    "h2o": "agentkv.methods.h2o:H2O",
+    "kivi": "agentkv.methods.kivi:KIVI",
+    "kvzip": "agentkv.methods.kvzip:KVzip",
+    "omnikv": "agentkv.methods.omnikv:OmniKV",
+    "quest": "agentkv.methods.quest:Quest",
+    "palu": "agentkv.methods.palu:Palu",
+    "snapkv": "agentkv.methods.snapkv:SnapKV",
+    "streamingllm": "agentkv.methods.streamingllm:StreamingLLM",
 }
 """Name -> "module:Class"."""
 
@@ -26,15 +37,51 @@ def resolve(name: str) -> type[SparseMethod]:
     return found
 
 
+def parse(text: str) -> SparseMethod:
+    """A method as people write it: 'name', or 'name:option=value,option=value' with Python literals (words need no quotes).
+    Raises as `get`."""
+    name, _, rest = text.partition(":")
+    options: dict[str, Any] = {}
+    for part in filter(None, _parts(rest)):
+        key, found, value = part.partition("=")
+        if not found:
+            raise BadRequest(f"method {text!r}: {part!r} is no option=value", hint="Like name:option=value", param="method")
+        options[key.strip()] = _literal(value.strip())
+    return get(name.strip(), **options)
+
+
+def _parts(text: str) -> list[str]:
+    """Split at the commas that stand in no bracket."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
+def _literal(text: str) -> Any:
+    try:
+        return literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
 def get(name: str, **options: Any) -> SparseMethod:
     """A configured method. Unknown options are an UnknownOption, values out of range a BadRequest."""
-    cls = resolve(name)
-    known = sorted(each.name for each in fields(cls))
+    return configured(resolve(name), name, **options)
+
+
+def configured(kind: type[SparseMethod], name: str, **options: Any) -> SparseMethod:
+    """The same of a class; name: what messages call it."""
+    known = sorted(each.name for each in fields(kind))
     unknown = sorted(set(options) - set(known))
     if unknown:
         hint = f"Known: {', '.join(known)}" if known else f"{name} has no options"
         raise UnknownOption(f"method {name!r} has no option {unknown[0]!r}", hint=hint, param=unknown[0])
     try:
-        return cls(**options)
+        return kind(**options)
     except (TypeError, ValueError) as error:
         raise BadRequest(f"method {name!r}: {error}", param="method") from None

@@ -17,7 +17,7 @@ import torch
 from agentkv.engine.devices import cpu_kernels
 from agentkv.engine.loader import LoadedModel
 
-LIBRARIES = ("agentkv", "torch", "transformers", "triton", "vllm")
+LIBRARIES = ("agentkv", "torch", "transformers", "triton", "vllm", "flashinfer-python")
 
 
 def load() -> float:
@@ -35,7 +35,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if on_gpu else f"{_cpu_name()}, {os.cpu_count()} cores",
         "threads": torch.get_num_threads(),
         "environment": {name: value for name, value in os.environ.items() if name.startswith(("OMP_", "MKL_", "KMP_"))},
-        "cpu_kernels": cpu_kernels().partition(":")[0],
+        "cpu_kernels": "not used" if on_gpu else cpu_kernels().partition(":")[0],
         "load": load(),
         "versions": {"python": platform.python_version(), **_versions()},
     }

@@ -1,4 +1,4 @@
-"""Models to measure speed with: random weights of a named shape, written as a Hugging Face directory."""
+"""Models to measure speed with: random weights of a named shape, written as a Hugging Face directory or drawn on a device."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+
+from agentkv.engine import models
+from agentkv.engine.config import read_config
+from agentkv.engine.loader import LoadedModel
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-90m": {
@@ -26,9 +30,41 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": True,
         "eos_token_id": None,
-    }
+    },
+    "qwen3-4b": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "eos_token_id": None,
+    },
+    "tiny": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "eos_token_id": None,
+    },
 }
-"""Name -> config.json. qwen3-90m: 90.3M parameters, 12 layers, 4 KV heads of 64."""
+"""Name -> config.json. qwen3-90m: 90.3M parameters, 12 layers, 4 KV heads of 64. qwen3-4b: 4.02 billion, 36 layers, 8 KV heads
+of 128. tiny: for tests of benchmarks."""
 
 
 def write_model(name: str, folder: Path) -> Path:
@@ -41,6 +77,23 @@ def write_model(name: str, folder: Path) -> Path:
                for key, shape in _parameters(config).items()}  # fmt: skip
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def draw_model(name: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+    """The shape with weights drawn on the device (normal, 0.02; norms 1; the same every time on one kind of device)."""
+    config = read_config(SHAPES[name])
+    with torch.device("meta"):
+        model = models.resolve(config.architecture)(config)
+    model.to(dtype).to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    model.requires_grad_(False).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.fill_(1.0)
+        else:
+            parameter.normal_(0.0, 0.02, generator=generator)
+    model.prepare()
+    return LoadedModel(model, config, Path(name), device, dtype, f"drawn {name}")
 
 
 def _parameters(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -130,7 +130,7 @@ def check(pools: KVPools, radix: RadixCache, chains: ChainCache, scheduler: Sche
     """Walk every holder and compare with the counts. Raises ArenaError or AssertionError.
 
     Free and referenced units partition the arena; each sequence is in the one queue of its status; rows are held once; what
-    is reserved is free; the clock of the tenants has each that is here.
+    is reserved is free, and enough for whoever runs on a form that seals; the clock of the tenants has each that is here.
     """
     sequences = list(scheduler.sequences())
     states = [seq.state for seq in sequences if seq.state is not None]
@@ -155,6 +155,8 @@ def check(pools: KVPools, radix: RadixCache, chains: ChainCache, scheduler: Sche
         assert seq.status is Status.RUNNING or not seq.reserved_units
         assert seq.warm is None or (seq.status is Status.WAITING and seq.state is None)
         assert seq.warm is None or seq.warm.parts is None or tier.holds(seq.warm)
+        if seq.status is Status.RUNNING and seq.state is not None and seq.state.form.seals:
+            assert scheduler.owes(seq).within(seq.reserved_units)
     needed = [seq.state for seq in (*scheduler.running, *scheduler.finished) if seq.state is not None]
     assert scheduler.oracle.has_room(needed, scheduler.reserved_units)
     assert scheduler.reserved_units.within(Units.of(pools.arena.claimed(pool.cls) for pool in pools.pools))
@@ -173,12 +175,25 @@ def _check_state(state: KVState) -> None:
     """Its slots are where its tokens say, and every window that may be needed is whole."""
     assert state.length == size(state.runs)
     assert state.usable(state.logical_length) == state.logical_length
+    assert state.slots <= state.floor <= state.sealed_at <= state.logical_length
+    assert state.form.seals or not state.sealed_at
+    assert not state.owned or not any(state.holdings[group].shared_units() for group in state.form.mutable)
     for holding in state.holdings:
         pool = holding.pool
+        assert pool.group in (*state.form.groups, *state.form.sealed) or not holding.units
+        if pool.sealed:
+            assert holding.length == len(holding.units) * pool.page_size
+            assert holding.units == list(pool.units_of(holding.slices))
+            assert bool(holding.units) is (state.slots > 0 and pool.group in state.form.sealed)
+            assert len(holding.units) <= 1 or not pool.whole
+            continue
         assert holding.length == holding.start + size(holding.runs)
         assert holding.start % pool.page_size == 0
         assert holding.units == list(pool.units_of(holding.slices))
         assert len(holding.units) == pool.pages(holding.length) - holding.first_page
+        if pool.group not in state.form.groups:
+            continue
         held = [(max(start, holding.floor), end) for start, end in state.runs if end > holding.floor]
         assert holding.runs == held
-        assert pool.window is not None or (holding.start, holding.floor) == (0, 0)
+        assert pool.window is not None or state.form.seals or (holding.start, holding.floor) == (0, 0)
+        assert pool.window is not None or holding.floor <= state.floor

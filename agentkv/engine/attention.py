@@ -1,70 +1,49 @@
-"""attend(q, view): the only caller of the attention kernels."""
+"""attend(q, view): attention over the parts of a view, and what joins them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from agentkv.engine.chunks import attend_own, attend_whole
+from agentkv.engine.decodes import attend_heads, attend_rows
+from agentkv.engine.tables import RowTable
 from agentkv.engine.view import AttentionView, DeviceBatch, Part
-from agentkv.kernels.chunk_attention import chunk_attention
-from agentkv.kernels.decode_attention import decode_attention
 from agentkv.kernels.merge_parts import merge_parts
-from agentkv.kernels.paged_attention import paged_attention, serves
 
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """out: `[num_tokens, num_heads, head_dim]`. lse: natural log-sum-exp of the scaled scores, `[num_tokens, num_heads]`
-    float32, None where the backend does not give it. mass: attention received by slot, None unless needed."""
+    """out: `[num_tokens, num_heads, head_dim]`. lse: natural log-sum-exp of the scaled scores over all that each query saw,
+    `[num_tokens, num_heads]` float32 (float64 in float64); None where it was not asked and would have cost."""
 
     out: Tensor
     lse: Tensor | None
-    mass: Tensor | None = None
 
 
-def attend(q: Tensor, view: AttentionView, batch: DeviceBatch, scale: float) -> Attended:
-    """Attention of the batch's queries `[num_tokens, num_heads, head_dim]` over the view."""
-    if len(view.parts) == 1:
-        return _attend_part(q, view.parts[0], batch, scale)
-    done = [_attend_part(q, part, batch, scale) for part in view.parts]
-    out, lse = merge_parts([each.out for each in done], [_known(each.lse) for each in done])
-    return Attended(out, lse)
+def attend(q: Tensor, view: AttentionView, batch: DeviceBatch, scale: float, *, lse: bool = False) -> Attended:
+    """Attention of the batch's queries `[num_tokens, num_heads, head_dim]` over the view.
+
+    A part in which a row or a head holds nothing adds nothing. Nothing here waits for the device. TypeError for a bias on the
+    step's own tokens in prefill.
+    """
+    *earlier, last = view.parts
+    if not earlier:
+        return Attended(*_attend_part(q, last, batch, scale, True, lse))
+    done = [_attend_part(q, part, batch, scale, False, True) for part in earlier]
+    done.append(_attend_part(q, last, batch, scale, True, True))
+    lses = [each for _, each in done if each is not None]
+    return Attended(*merge_parts([out for out, _ in done], lses))
 
 
-def _known(lse: Tensor | None) -> Tensor:
-    if lse is None:
-        raise NotImplementedError("this backend gives no log-sum-exp to merge parts with")
-    return lse
-
-
-def _attend_part(q: Tensor, part: Part, batch: DeviceBatch, scale: float) -> Attended:
-    if part.bias is not None:
-        raise NotImplementedError("a per-slot bias")
-    return _attend_chunks(q, part, batch, scale) if batch.prefill else _attend_decodes(q, part, batch, scale)
-
-
-def _attend_decodes(q: Tensor, part: Part, batch: DeviceBatch, scale: float) -> Attended:
-    """One query a row, or a few: the last token and guesses."""
-    table, pages, counts = part.table, part.payload.pages, batch.counts
-    if serves(q, pages):
-        return Attended(*paged_attention(q, pages, (table.entries, table.rows, table.lens), scale, counts, table.starts))
-    table = table.by_query(counts)
-    if q.device.type == "cpu" or q.dtype == torch.float64:  # the GPU kernel is for at most float32
-        return Attended(*decode_attention(q, pages, table.decode_plan, scale))
-    from agentkv.kernels.paged_decode import paged_decode  # needs triton, which a CPU-only platform may lack
-
-    return Attended(*paged_decode(q, pages, table.entries, table.work, scale))
-
-
-def _attend_chunks(q: Tensor, part: Part, batch: DeviceBatch, scale: float) -> Attended:
-    """Row by row: a chunk is long enough to fill the device by itself."""
-    out = torch.empty_like(q)
-    lses: list[Tensor | None] = []
-    for span, slots, starts in zip(batch.rows, part.table.chunk_plan, part.table.chunk_starts, strict=True):
-        chunk = q[span.start : span.end]
-        out[span.start : span.end], lse = chunk_attention(chunk, part.payload.pages, slots, scale, starts)
-        lses.append(lse)
-    known = [lse for lse in lses if lse is not None]
-    return Attended(out, torch.cat(known) if len(known) == len(lses) else None)
+def _attend_part(q: Tensor, part: Part, batch: DeviceBatch, scale: float, own: bool, lse: bool) -> tuple[Tensor, Tensor | None]:
+    """own: are the step's tokens among the part's slots, if it is one of rows?"""
+    table = part.table
+    if not batch.prefill:
+        if isinstance(table, RowTable):
+            return attend_rows(q, part, table, batch, scale, own)
+        return attend_heads(q, part, table, batch, scale)
+    if own and isinstance(table, RowTable):
+        return attend_own(q, part, table, batch, scale, lse)
+    return attend_whole(q, part, batch, scale)

@@ -13,9 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from math import inf, prod
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from agentkv.engine.form import Form
 from agentkv.engine.units import NOTHING, Units
+from agentkv.engine.work import PageWork, SealWork, Slot, TableUpdate, Work
 from agentkv.types import FinishReason, Interval, Miss, Sampling
 
 if TYPE_CHECKING:
@@ -62,12 +64,21 @@ class KVGroup:
         return self.num_layers * self.num_kv_heads * 2 * self.head_dim * self.itemsize
 
 
+SLOT = -1
+"""In the shape of a state: where the slots of a page lie."""
+
+WHOLE = 1 << 30
+"""Slots of a page that a whole sequence shares."""
+
+
 @dataclass(frozen=True, slots=True)
 class StateGroup:
-    """State that a method keeps for each slot: pages of [token][item], one beside each page of KV, in a table of their own.
+    """What a method keeps beside KV, or instead of it, in a table of its own: a unit is a page of items.
 
-    It is a group like those of KV, so it is appended, pruned, shared, cut, moved, sent to tiers and counted like them. An item
-    is `shape` elements of `dtype`, of `itemsize` bytes; it is written when its slot is, and never again (others may share it).
+    It is a group like those of KV, so it is appended, pruned, shared, cut, moved, sent to tiers and counted like them. shape:
+    dims of a unit; SLOT stands for the page's slots, and where there is none, the item belongs to the page as a whole
+    (page_size WHOLE: to the sequence). Elements are of `dtype`, of `itemsize` bytes. sealed: written by seals, not token by
+    token. mutable: rewritten in steps; otherwise a slot's item is written when its slot is, and never again.
     """
 
     name: str
@@ -75,19 +86,31 @@ class StateGroup:
     dtype: str
     itemsize: int
     page_size: int
+    sealed: bool = False
+    mutable: bool = False
     layers: tuple[int, ...] = ()
     window: int | None = None
     slack: int = 0
 
     @property
+    def by_slot(self) -> bool:
+        """Has each slot an item of its own?"""
+        return SLOT in self.shape
+
+    @property
+    def unit_shape(self) -> tuple[int, ...]:
+        """Dims of one unit."""
+        return tuple(self.page_size if dim == SLOT else dim for dim in self.shape)
+
+    @property
     def token_bytes(self) -> int:
-        """Bytes of one slot's item."""
-        return prod(self.shape) * self.itemsize
+        """Bytes of one slot's item; of a page's item its share."""
+        return -(-prod(self.unit_shape) * self.itemsize // self.page_size)
 
     @property
     def stripe_bytes(self) -> int:
-        """Bytes of one page, rounded up to whole granules."""
-        return -(-self.page_size * self.token_bytes // GRANULE) * GRANULE
+        """Bytes of one unit, rounded up to whole granules."""
+        return -(-prod(self.unit_shape) * self.itemsize // GRANULE) * GRANULE
 
 
 Group = KVGroup | StateGroup
@@ -142,6 +165,7 @@ class Request:
     advance at commit; None uses the radix prefix alone. edits: prunes that the history has seen, in order of `at`; they
     are replayed where the state they were applied to is gone. salt: tenant secret of every content key. mask: what each draw
     may choose from, None for everything; where it fails or allows nothing, its sequence alone ends, with an EngineFault.
+    form: index of the runner's form that its KV has.
     beside: a sequence of the same prompt, edits and salt: this one waits until that prompt is forwarded, and shares its pages.
     priority: -10 to 10, higher goes first. timeout: seconds from `LLM.add` after which it ends with Cancelled, unless it has
     finished; None is never.
@@ -154,9 +178,20 @@ class Request:
     salt: str = ""
     stop_ids: frozenset[int] = frozenset()
     mask: Mask | None = None
+    form: int = 0
     beside: Sequence | None = None
     priority: int = 0
     timeout: float | None = None
+
+    @property
+    def key(self) -> str:
+        """What the content of its KV is addressed by, beside the tokens: tenant and form."""
+        return content_key(self.salt, self.form)
+
+
+def content_key(salt: str, form: int) -> str:
+    """Tenant and form in one."""
+    return f"{salt}\0{form}" if form else salt
 
 
 @dataclass(slots=True, eq=False)
@@ -189,6 +224,8 @@ class Sequence:
     it may still take; peak_units: most that this can be. shared_until: tokens that it begins with like somebody before it whose
     windows are gone; what it holds of them is cached when they are forwarded, 0 for nothing. kept_ids: the generated ids to
     commit where a stop string ended it (None: all that were generated).
+    seal_at: logical length at which the prompt's seal is due, 0 after it and where the form has none. replays: runs that are
+    still to be forwarded before it, None before they are known; replayed: tokens of the first that have been; run: its number.
     history: None where nothing is penalised. allowed: None where every token may come next. leader: the sequence whose prompt
     this one waits for. shared_as: the prefix cache's name for this sequence while it holds its prompt there. drafter:
     None where nothing is guessed.
@@ -220,6 +257,10 @@ class Sequence:
     kept_ids: list[int] | None = None
     miss: Miss | None = None
     fault: Exception | None = None
+    seal_at: int = 0
+    replays: list[tuple[int, ...]] | None = None
+    replayed: int = 0
+    run: int = 0
     history: History | None = None
     allowed: Callable[[], memoryview | None] | None = None
     leader: Sequence | None = None
@@ -236,8 +277,8 @@ class Sequence:
 
     @property
     def num_forwarded(self) -> int:
-        """Logical tokens whose KV has been computed."""
-        return self.state.logical_length if self.state is not None else 0
+        """Logical tokens whose KV has been computed; those of a replay are none of the sequence's."""
+        return self.state.logical_length - self.replayed if self.state is not None else 0
 
     @property
     def num_generated(self) -> int:
@@ -301,6 +342,10 @@ class RowWork:
     sample: draw a token after the last one; `step` numbers the draw (with `seed` it fixes the random stream).
     history: needed where the sampling is penalised. score: what the runner says of the token where logprobs are asked for.
     allowed: gives the checked mask of this draw, None for a row whose token will not count; see `Mask`.
+    form: index of the runner's form that the row's sequence has. sealed: most slots of its sealed part in a layer and head, 0
+    where there is none. replay: the tokens are forwarded to be looked at; their KV is taken back. run, run_from: of a replay,
+    which of the runs they belong to, and tokens of it that were forwarded before.
+    prompt: the tokens are of a prompt, so they are a chunk even where there is only one (the rest was held already).
     drafted: so many of the last tokens are guesses. A token is drawn before and after each: `step` numbers the first draw,
     and the runner puts the draws behind the guesses, numbered on from there, into `later`.
     """
@@ -318,6 +363,12 @@ class RowWork:
     score: TokenScore | None = None
     allowed: Callable[[], memoryview | None] | None = None
     reaches: tuple[Reach | None, ...] = ()
+    form: int = 0
+    sealed: int = 0
+    replay: bool = False
+    run: int = 0
+    run_from: int = 0
+    prompt: bool = False
     drafted: int = 0
     later: list[Draw] = field(default_factory=list)
 
@@ -329,29 +380,7 @@ class RowWork:
     @property
     def decodes(self) -> bool:
         """Does the row go on from its last token, rather than read a part of its prompt?"""
-        return len(self.tokens) == 1 + self.drafted
-
-
-Slot = tuple[int, int]
-"""(unit offset in granules, slot inside the page)."""
-
-
-class Moves(NamedTuple):
-    """Slots of one group to copy by one `Runner.move_slots`."""
-
-    source: list[Slot]
-    target: list[Slot]
-    group: int = 0
-
-
-class TableUpdate(NamedTuple):
-    """Units (offsets in granules) of a row's pages in one group, from page index `first` on. Pages are counted from the
-    first slot there ever was, so that an entry stays where it is when pages before it are freed."""
-
-    row: int
-    first: int
-    units: list[int]
-    group: int = 0
+        return not self.prompt and len(self.tokens) == 1 + self.drafted
 
 
 @dataclass(slots=True)
@@ -364,7 +393,7 @@ class Batch:
 
     rows: list[RowWork]
     table_updates: list[TableUpdate] = field(default_factory=list)
-    moves: list[Moves] = field(default_factory=list)
+    moves: list[Work] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -376,6 +405,7 @@ class Runner(Protocol):
     """The device side. The engine's host logic talks to it only through this, so it can be tested without torch."""
 
     groups: tuple[Group, ...]
+    forms: tuple[Form, ...]
     num_granules: int
     vocab_size: int
 
@@ -398,6 +428,14 @@ class Runner(Protocol):
 
         Sources ascend and no target overlaps a source that comes later; a target may overlap its own source.
         """
+        ...
+
+    def seal(self, work: SealWork) -> int:
+        """Write a sequence's new sealed part from its old one and its tail; most slots that it has in a layer and head."""
+        ...
+
+    def refresh(self, work: PageWork) -> None:
+        """Make page state anew."""
         ...
 
     def read_units(self, unit_bytes: int, units: list[int]) -> memoryview:
@@ -424,7 +462,7 @@ class StepOutput:
 @dataclass(frozen=True, slots=True)
 class ChainInfo:
     """What is held for a chain. bytes_unique return to the pool when the chain is closed. warm_tokens: slots of its copy in
-    host memory."""
+    host memory. evicted_tokens: what seals have let go of, not counting prunes."""
 
     chain_id: str
     logical_length: int
@@ -434,3 +472,4 @@ class ChainInfo:
     busy: bool
     checkpoints: tuple[int, ...]
     warm_tokens: int = 0
+    evicted_tokens: int = 0

@@ -41,7 +41,7 @@ def leader_of(request: Request) -> Sequence | None:
     leader = request.beside
     if leader is None or leader.status is Status.CLOSED:
         return None
-    ours, theirs = (request.salt, request.edits), (leader.request.salt, leader.request.edits)
+    ours, theirs = (request.key, request.edits), (leader.request.key, leader.request.edits)
     same = ours == theirs and request.token_ids == leader.token_ids[: leader.num_prompt_tokens]
     return leader if same else None
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from agentkv.engine.cache.arena import UnitMoves
-from agentkv.engine.core import Batch, Moves, Runner
+from agentkv.engine.core import Batch, Runner
+from agentkv.engine.work import Copies, Moves, PageWork, Work
 from agentkv.errors import EngineFault
 
 
@@ -25,13 +26,20 @@ class DeviceMemory:
         """Carry out the moves that wait."""
         batch = self._batch()
         moves, batch.moves = batch.moves, []
-        self.move_slots(moves)
+        self.carry_out(moves)
 
-    def move_slots(self, moves: list[Moves]) -> None:
-        """Copy slots, one list after another."""
+    def carry_out(self, works: list[Work]) -> None:
+        """One work after another."""
         with _faults("moving KV"):
-            for each in moves:
-                self.runner.move_slots(*each)
+            for work in works:
+                if isinstance(work, Moves):
+                    self.runner.move_slots(*work)
+                elif isinstance(work, Copies):
+                    self.runner.move_units(self.runner.groups[work.group].stripe_bytes, work.source, work.target)
+                elif isinstance(work, PageWork):
+                    self.runner.refresh(work)
+                else:
+                    work.slots_left = self.runner.seal(work)
 
     def move_units(self, moves: list[UnitMoves]) -> None:
         """Copy whole units (defragmentation): the accounts say already that they have moved."""

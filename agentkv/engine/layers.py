@@ -18,7 +18,7 @@ from torch.nn import functional
 from agentkv.engine.sparse import Lifecycle
 from agentkv.kernels.gate import gate
 from agentkv.kernels.linear import linear
-from agentkv.kernels.rms_norm import rms_norm
+from agentkv.kernels.rms_norm import add_rms_norm, rms_norm
 from agentkv.kernels.rotate import rotate
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -82,6 +82,14 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x `[..., size]`, normed."""
         return rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """(x + delta, that normed) of `[num_tokens, size]`."""
+        together = add_rms_norm(x, delta, self.weight, self.eps)
+        if together is not None:
+            return together
+        total = x + delta
+        return total, self.forward(total)
 
 
 class PackedLinear(nn.Module):
@@ -192,8 +200,9 @@ class DecoderLayer(nn.Module):
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, hooks: Lifecycle) -> Tensor:
         """The residual stream `[num_tokens, hidden_size]` after this layer."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, hooks)
-        hidden = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        attended = self.self_attn(self.input_layernorm(hidden), cos, sin, hooks)
+        hidden, normed = self.post_attention_layernorm.add(hidden, attended)
+        hidden = hidden + self.mlp(normed)
         hooks.layer_end(self.layer, hidden)
         return hidden
 

@@ -58,7 +58,7 @@ class LLM:
         self.runner = runner
         self.tokenizer = tokenizer
         tick = count(1).__next__
-        self.pools = KVPools.over(runner.num_granules, runner.groups)
+        self.pools = KVPools.over(runner.num_granules, runner.groups, runner.forms)
         self.arena = self.pools.arena
         self.memory = DeviceMemory(runner, lambda: self.scheduler.batch)
         self.arena.mover = self.memory.move_units
@@ -88,8 +88,7 @@ class LLM:
             self._lose_all(fault)
             batch = Batch(rows=[])
         drawn = self._execute(batch)
-        touched = self._accept(batch, drawn)
-        outputs = self._collect(touched)
+        outputs = self._collect(self._seal_prompts(self._accept(batch, drawn)))
         self.decoding.add(batch, outputs, perf_counter() - started)
         return late + outputs
 
@@ -118,6 +117,8 @@ class LLM:
         chain = self.chains.chains.get(request.chain_id) if request.chain_id is not None else None
         if chain is not None and chain.active is not None:
             raise Busy(f"chain {chain.chain_id!r} is advanced by another request", retry_after=1.0)
+        if not 0 <= request.form < len(self.pools.forms):
+            raise BadRequest(f"form={request.form}: the engine has {len(self.pools.forms)}", param="method")
         if not request.token_ids:
             raise BadRequest("a request needs at least one token", param="token_ids")
         last, size = max(request.token_ids), self.runner.vocab_size
@@ -132,7 +133,7 @@ class LLM:
         seq = Sequence(next(self._ids), request, prompt, len(prompt), max_tokens, seed)
         if request.timeout is not None:
             seq.deadline = self._clock() + request.timeout
-        equip(seq, self.runner.vocab_size, self.config.lookup)
+        equip(seq, self.runner.vocab_size, self.config.lookup if self.pools.forms[request.form].truncates else 0)
         seq.leader = leader_of(request)
         self.chains.open(request, seq)
         self._open[seq.seq_id] = seq
@@ -162,9 +163,9 @@ class LLM:
         chain = self.chains.chains.get(seq.request.chain_id or "")
         state = self.reuse.cut_out(seq, chain, length)
         if chain is not None:
-            self.chains.advance(chain, ids, state, seq.request.salt, length)
+            self.chains.advance(chain, ids, state, seq.request, length)
         else:
-            self.radix.insert(seq.request.salt, ids, state, None)
+            self.radix.insert(seq.request.key, ids, state, None)
             state.release()
         self.scheduler.remove(seq)
         self._close(seq)
@@ -183,17 +184,18 @@ class LLM:
         intervals = merged(intervals)
         freed = self.price(chain_id, intervals)
         try:
-            moves = self.chains.prune(chain, intervals, lambda units: self._acquire(units, chain))
+            works = self.chains.prune(chain, intervals, lambda units: self._acquire(units, chain))
             self.scheduler.settle()
         except EngineFault as fault:
             self._lose_all(fault)
             raise
         self.scheduler.memory_changed()
         try:
-            self.memory.move_slots(moves)
+            self.memory.carry_out(works)
         except EngineFault:
             self.chains.lose(chain, "reclaimed")  # pages are used again while they are read: nothing can be trusted
             raise
+        self.chains.shrink_sealed(chain, works)
         return freed
 
     def price(self, chain_id: str, intervals: Iterable[Interval]) -> tuple[int, int]:
@@ -245,11 +247,12 @@ class LLM:
         return ChainInfo(
             chain_id=chain_id,
             logical_length=len(chain.token_ids),
-            resident_tokens=chain.state.length if chain.state is not None else 0,
+            resident_tokens=chain.state.resident if chain.state is not None else 0,
             bytes_held=self.pools.bytes(self.pools.distinct(chain.slices())),
             bytes_unique=self.pools.bytes(self.chains.unique_units(chain)),
             busy=chain.active is not None,
             checkpoints=tuple(checkpoint.length for checkpoint in chain.checkpoints),
+            evicted_tokens=chain.state.evicted if chain.state is not None else 0,
             warm_tokens=chain.warm.length if chain.warm is not None and not chain.warm.lost else 0,
         )
 
@@ -282,14 +285,17 @@ class LLM:
                 freeable=pruned,
             )
 
+        def peak(max_tokens: int) -> Units:
+            return self.oracle.cost(None, edits, prompt + max_tokens - 1, form=request.form, prompt=prompt).peak
+
         def fits(max_tokens: int) -> bool:
-            return self.oracle.fits(self.oracle.cost(None, edits, prompt + max_tokens - 1).peak)
+            return self.oracle.fits(peak(max_tokens))
 
         most = min(wanted or DEFAULT_MAX_TOKENS, window - prompt)
         least = most if wanted is not None else 1
         if not fits(least):
-            peak = self.oracle.cost(None, edits, prompt + least - 1).peak
-            raise Capacity(f"{prompt} prompt tokens and {least} to generate need {self.pools.shortfall(peak)}")
+            needs = self.pools.shortfall(peak(least))
+            raise Capacity(f"{prompt} prompt tokens and {least} to generate need {needs}")
         while least < most:
             middle = (least + most + 1) // 2
             least, most = (middle, most) if fits(middle) else (least, middle - 1)
@@ -332,7 +338,8 @@ class LLM:
             seq = self._open[work.seq_id]
             if seq.num_forwarded == seq.shared_until and not isinstance(drawn, EngineFault):
                 self.reuse.revive(seq)
-            seq.num_prefilled_tokens += max(0, min(len(work.tokens), seq.num_known - work.position))
+            if not work.replay:
+                seq.num_prefilled_tokens += max(0, min(len(work.tokens), seq.num_known - work.position))
             if isinstance(drawn, EngineFault):
                 seq.fault = drawn
             else:
@@ -344,6 +351,18 @@ class LLM:
             token = drawn[index]
             if token is not None:
                 touched.append((seq, agreed(work, token)))
+        return touched
+
+    def _seal_prompts(self, touched: list[Drawn]) -> list[Drawn]:
+        """Seal the prompts that the step ended, before anything else is done with their sequences. Which of those that the step
+        touched are still to be told of now."""
+        try:
+            self.scheduler.seal_prompts()
+            self.memory.settle()
+        except EngineFault as fault:
+            self._lose_all(fault)
+            lost = [seq for seq, _ in self._lost]
+            return [each for each in touched if each[0] not in lost]
         return touched
 
     def _collect(self, touched: list[Drawn]) -> list[StepOutput]:

@@ -15,6 +15,7 @@ from agentkv.engine.cache.reclaim import Goal, Room, reclaim
 from agentkv.engine.cache.state import KVState
 from agentkv.engine.cache.tiers import Warm
 from agentkv.engine.core import Edit
+from agentkv.engine.form import Bound, Form
 from agentkv.engine.units import Units
 from agentkv.types import Interval
 
@@ -34,9 +35,19 @@ class Cost(NamedTuple):
 class MemoryOracle(Protocol):
     """What the scheduler knows of memory. Amounts are by group: units of one are of no use to another while they are held."""
 
-    def cost(self, state: KVState | None, edits: Sequence[Edit], length: int, *, shared_until: int = 0) -> Cost:
-        """What growing to `length` logical tokens takes, from nothing or from a state, with the edits on the way; where it is
-        shared_until tokens long, others begin to hold what it holds."""
+    def cost(
+        self,
+        state: KVState | None,
+        edits: Sequence[Edit],
+        length: int,
+        *,
+        shared_until: int = 0,
+        form: int = 0,
+        prompt: int = 0,
+    ) -> Cost:
+        """What growing to `length` logical tokens takes, from nothing (then of this form) or from a state, with the edits on
+        the way; where it is shared_until tokens long, others begin to hold what it holds. prompt: length at which it is
+        sealed, where the form seals."""
         ...
 
     def fits(self, units: Units) -> bool:
@@ -108,9 +119,19 @@ class PagedOracle:
         self.chains = chains
         self.step_tokens = step_tokens
 
-    def cost(self, state: KVState | None, edits: Sequence[Edit], length: int, *, shared_until: int = 0) -> Cost:
+    def cost(
+        self,
+        state: KVState | None,
+        edits: Sequence[Edit],
+        length: int,
+        *,
+        shared_until: int = 0,
+        form: int = 0,
+        prompt: int = 0,
+    ) -> Cost:
         """See MemoryOracle. Exact for full groups, up to the copy of a shared last page, which is always counted."""
-        return cost(self.pools, self.step_tokens, state, edits, length, shared_until=shared_until)
+        said = state.form if state is not None else self.pools.forms[form]
+        return cost(self.pools, self.step_tokens, state, edits, length, shared_until=shared_until, form=said, prompt=prompt)
 
     def fits(self, units: Units) -> bool:
         """See MemoryOracle."""
@@ -167,7 +188,7 @@ class PagedOracle:
         goal = Room(self.pools, claimed)
         step = goal.pages()
         while not goal.met():
-            longest = max(state.holdings, key=lambda holding: len(holding.units))
+            longest = max(state.filled, key=lambda holding: len(holding.units))
             slots = longest.start + (len(longest.units) - step) * longest.pool.page_size
             kept = longest.position(slots) if slots > longest.start else 0
             if not max(1, least) <= kept < state.logical_length or not state.usable(kept):
@@ -206,23 +227,67 @@ class PagedOracle:
 
 
 def cost(
-    pools: KVPools, step_tokens: int, state: KVState | None, edits: Sequence[Edit], length: int, *, shared_until: int = 0
+    pools: KVPools,
+    step_tokens: int,
+    state: KVState | None,
+    edits: Sequence[Edit],
+    length: int,
+    *,
+    shared_until: int = 0,
+    form: Form | None = None,
+    prompt: int = 0,
 ) -> Cost:
-    """See `MemoryOracle.cost`. step_tokens: most tokens of a sequence in one step."""
+    """See `MemoryOracle.cost`. step_tokens: most tokens of a sequence in one step. form: None is the first."""
+    form = form or (state.form if state is not None else pools.forms[0])
+    if form.bound is not None:
+        return _sealing_cost(pools, form, state, edits, form.bound(prompt or length, length), prompt or length)
     costs = []
     for pool in pools.pools:
-        forecast = _Forecast(pool, state.holdings[pool.group] if state else Holding(pool), state)
-        for edit in edits:
-            forecast.grow(edit.at - 1)
-            forecast.remove(edit.removed)
-        forecast.grow(length)
-        peak = most = forecast.peak
-        if pool.window is not None:  # a compaction has a page more than its window; what is shared later is not used again
-            reach = pool.pages(pool.page_size - 1 + pool.window - 1 + pool.slack + step_tokens)
-            peak += reach if shared_until else 0
-            limit = reach * (2 if shared_until else 1) + bool(edits)
-            most, peak = min(peak, limit), max(0, min(peak, limit - forecast.start))
-        costs.append((peak, min(forecast.own, peak), most))
+        if pool.group in form.groups:
+            forecast = _Forecast(pool, state.holdings[pool.group] if state is not None else Holding(pool), state)
+            forecast.play(edits, length)
+            costs.append(_filled_cost(pool, forecast, step_tokens, shared_until, edited=bool(edits)))
+        else:
+            costs.append((0, 0, 0))
+    return Cost(*(Units(counts) for counts in zip(*costs, strict=True)))
+
+
+def _filled_cost(
+    pool: ExtentPool, forecast: _Forecast, step_tokens: int, shared_until: int, *, edited: bool
+) -> tuple[int, int, int]:
+    peak = most = forecast.peak
+    if pool.window is not None:  # a compaction has a page more than its window; what is shared later is not used again
+        reach = pool.pages(pool.page_size - 1 + pool.window - 1 + pool.slack + step_tokens)
+        peak += reach if shared_until else 0
+        limit = reach * (2 if shared_until else 1) + edited
+        most, peak = min(peak, limit), max(0, min(peak, limit - forecast.start))
+    return peak, min(forecast.own, peak), most
+
+
+def _sealing_cost(pools: KVPools, form: Form, state: KVState | None, edits: Sequence[Edit], bound: Bound, prompt: int) -> Cost:
+    """The same where the form seals: the whole prompt lies in the tail until its seal, beside the sealed part that is there
+    already, and then no more than the bound."""
+    unsealed = state is None or (state.logical_length <= prompt and state.sealed_at < prompt)
+    sealed = dict(zip(form.sealed, bound.units, strict=True))
+    costs = []
+    for pool in pools.pools:
+        holding = state.holdings[pool.group] if state is not None else Holding(pool)
+        if pool.group in sealed:
+            alone = state is None or state.owned or not pool.mutable
+            start = sum(pool.exclusive(held).bit_count() for held in holding.slices)
+            most = sealed[pool.group] + (0 if alone else holding.shared_units())
+            if unsealed:
+                most += len(holding.units) if edits else start  # a prune writes it anew
+                most = max(most, (start + len(holding.units)) * bool(edits))
+        elif pool.group in form.groups:
+            forecast = _Forecast(pool, holding, state)
+            forecast.play(edits, prompt + form.replay_most if unsealed else 0)
+            start = forecast.start  # a tail begins and ends inside a page
+            most = max(start + forecast.peak, pool.pages(bound.tail) + 2)
+        else:
+            start = most = 0
+        peak = max(0, most - start)
+        costs.append((peak, peak, max(most, start)))
     return Cost(*(Units(counts) for counts in zip(*costs, strict=True)))
 
 
@@ -240,7 +305,16 @@ class _Forecast:
         self.slots = holding.length
         self.shared = holding.shared_pages
         self.start = pool.pages(self.slots) - self.shared
+        if pool.mutable and state is not None and not state.owned:
+            self.shared = holding.first_page  # what others hold is copied
         self.own = self.peak = 0
+
+    def play(self, edits: Iterable[Edit], length: int) -> None:
+        """Grow to `length` logical tokens, with the edits on the way."""
+        for edit in edits:
+            self.grow(edit.at - 1)
+            self.remove(edit.removed)
+        self.grow(length)
 
     def grow(self, length: int) -> None:
         if length <= self.logical:

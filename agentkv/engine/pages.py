@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
+from types import MappingProxyType
 
 import numpy
 import torch
 from torch import Tensor
 
 from agentkv.engine.cache.layout import UnitLayout
-from agentkv.engine.core import GRANULE, EngineConfig, Group, KVGroup, Slot, StateGroup, TableUpdate
+from agentkv.engine.core import GRANULE, SLOT, EngineConfig, Group, KVGroup, StateGroup
+from agentkv.engine.work import Slot, TableUpdate
 from agentkv.errors import BadModel, EngineFault
 from agentkv.kernels.move_slots import move_slots
 from agentkv.kernels.move_units import CHUNK_BYTES, move_units, unit_rows
@@ -19,13 +21,23 @@ from agentkv.kernels.move_units import CHUNK_BYTES, move_units, unit_rows
 class KVPages:
     """Arena of `config.memory` bytes (on the CPU touched only where used) and by group an int32 table `[max_rows, max_pages]`.
 
-    A table entry is the granule where a stripe starts; a stripe is [layer][kv head][K,V][token][dim] of the group's layers.
-    Offsets are int64 from there on. Page p of a row has the group's slots from `p * page_size` on, whatever was freed before
-    them, so entries never move. The tables change only by `update_tables`.
+    A table entry is the granule where a unit starts; a unit of KV is a stripe, [layer][kv head][K,V][token][dim] of the group's
+    layers. Offsets are int64 from there on. Page p of a row has the group's slots from `p * page_size` on, whatever was freed
+    before them, so entries never move. The tables change only by `update_tables`.
+
+    dtype: of K and V. widths: pages of a row by group, where they are not those of a window's tokens.
     """
 
-    def __init__(self, groups: tuple[Group, ...], config: EngineConfig, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        groups: tuple[Group, ...],
+        config: EngineConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        widths: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
         self.groups = groups
+        self.dtype = dtype
         self.num_granules = config.memory // GRANULE
         least = sum(group.stripe_bytes for group in groups)
         if config.memory < least or self.num_granules >= 2**31:
@@ -41,12 +53,15 @@ class KVPages:
                 hint="Give the engine less memory, or free the device",
             ) from None
         self.tables = tuple(
-            torch.zeros(config.max_rows, -(-config.window // group.page_size), dtype=torch.int32, device=device)
-            for group in groups
+            torch.zeros(
+                config.max_rows, widths.get(index, -(-config.window // group.page_size)), dtype=torch.int32, device=device
+            )
+            for index, group in enumerate(groups)
         )
         kv = [group for group in groups if isinstance(group, KVGroup)]
         layers = {layer: (group, index) for group in kv for index, layer in enumerate(group.layers)}
-        self._states = {group.name: self._state_view(group) for group in groups if isinstance(group, StateGroup)}
+        states = ((index, group) for index, group in enumerate(groups) if isinstance(group, StateGroup))
+        self._states = {index: self._state_view(group) for index, group in states}
         self._layers = tuple(self._view(*layers[layer], dtype) for layer in range(len(layers)))
 
     def _view(self, group: KVGroup, index: int, dtype: torch.dtype) -> Tensor:
@@ -55,15 +70,23 @@ class KVPages:
         return self.arena.view(dtype).as_strided(*UnitLayout.of(group, "stripe").strides(index, self.num_granules))
 
     def _state_view(self, group: StateGroup) -> Tensor:
-        """`[num_granules, page_size, *shape]`: row g is the page of the state that starts at granule g. Rows overlap."""
-        strides = [prod(group.shape[i + 1 :]) for i in range(len(group.shape))]
-        shape = (self.num_granules - group.stripe_bytes // GRANULE + 1, group.page_size, *group.shape)
-        step = (GRANULE // group.itemsize, prod(group.shape), *strides)
-        return self.arena.view(getattr(torch, group.dtype)).as_strided(shape, step)
+        """`[num_granules, *unit_shape]`: row g is the unit of the state that starts at granule g. Rows overlap."""
+        dims = group.unit_shape
+        strides = [prod(dims[i + 1 :]) for i in range(len(dims))]
+        rows = self.num_granules - group.stripe_bytes // GRANULE + 1
+        return self.elements(getattr(torch, group.dtype)).as_strided((rows, *dims), (GRANULE // group.itemsize, *strides))
 
-    def state(self, name: str) -> Tensor:
-        """Pages of a method's state `[num_granules, page_size, *shape]`. Writing through the view writes the arena."""
-        return self._states[name]
+    def elements(self, dtype: torch.dtype) -> Tensor:
+        """The arena as one run of elements of a dtype. Writing through it writes the arena."""
+        return self.arena.view(dtype)
+
+    def state(self, group: int) -> Tensor:
+        """Units of a method's state `[num_granules, *unit_shape]`. Writing through the view writes the arena."""
+        return self._states[group]
+
+    def send(self, values: Sequence[int]) -> Tensor:
+        """Integers on the device, int64."""
+        return torch.tensor(values, dtype=torch.int64).to(self.arena.device)
 
     def layer(self, layer: int) -> Tensor:
         """The layer's pages. Writing through the view writes the arena."""
@@ -87,8 +110,10 @@ class KVPages:
         source_units, source_slots, target_units, target_slots = packed.to(self.arena.device).unbind(1)
         moved = self.groups[group]
         if isinstance(moved, StateGroup):
-            state = self._states[moved.name]
-            state[target_units, target_slots] = state[source_units, source_slots]
+            if not moved.by_slot:
+                raise EngineFault(f"state {moved.name!r} has no slots to move")
+            by_slot = self._states[group].movedim(1 + moved.shape.index(SLOT), 1)
+            by_slot[target_units, target_slots] = by_slot[source_units, source_slots]
             return
         layers = [self._layers[layer] for layer in moved.layers]
         move_slots(layers, (source_units, source_slots), (target_units, target_slots))
@@ -140,6 +165,8 @@ def _write(table: Tensor, updates: Sequence[TableUpdate]) -> None:
             raise EngineFault(f"row {row}, pages {first} to {first + len(units)} are outside a table of {rows} x {width}")
         for page, unit in enumerate(units, start=first):
             entries[row, page] = unit
+    if not entries:
+        return
     packed = torch.tensor([(*place, unit) for place, unit in entries.items()], dtype=torch.int64)
     row_ids, pages, values = packed.to(table.device).unbind(1)
     table[row_ids, pages] = values.to(torch.int32)

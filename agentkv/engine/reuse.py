@@ -34,16 +34,17 @@ class Reuse:
         plain = 0 if fresh else min([limit, *(edit.at - 1 for edit in wanted)])
         most = min(limit, len(request.token_ids) - 1)
         promised = chain.promise(request, wanted, most) if chain is not None and not fresh else 0
-        if chain is not None and promised > self.radix.match(request.salt, seq.token_ids, plain).length:
+        if chain is not None and promised > self.radix.match(request.key, seq.token_ids, plain).length:
             self._restore(chain)
         held = self._held(seq, chain, wanted, most) if not fresh else None
-        match = self.radix.match(request.salt, seq.token_ids, plain)
+        match = self.radix.match(request.key, seq.token_ids, plain)
         if held is not None and held[1] >= match.length:
             holder, length, todo = held
             state = holder.fork()
             state.cut(length)
         else:
-            state, todo = KVState.of(self.pools, match.length, match.pieces), list(wanted)
+            form = self.pools.forms[request.form]
+            state, todo = KVState.of(self.pools, match.length, match.pieces, form), list(wanted)
         seq.shared_until = match.path if match.path > state.logical_length else 0
         seq.state, seq.pending_edits = state, todo
         if not seq.preemptions:
@@ -65,25 +66,25 @@ class Reuse:
     def revive(self, seq: Sequence) -> None:
         """Leave the windows that end here to whoever begins with the same tokens."""
         assert seq.state is not None
-        self.radix.revive(seq.request.salt, seq.token_ids[: seq.shared_until], seq.state)
+        self.radix.revive(seq.request.key, seq.token_ids[: seq.shared_until], seq.state)
         seq.shared_until = 0
 
     def share(self, seq: Sequence) -> None:
         """The prompt is forwarded: whoever comes from now on shares its whole pages. (A page that is being filled is shared
         at the commit: nobody else may become its writer. So are windows: a reservation counts on their pages being let go.)
         They are the sequence's alone until then, and go with it."""
-        if any(pool.window is not None for pool in self.pools.pools):
-            return
         assert seq.state is not None
+        if any(holding.pool.window is not None for holding in seq.state.filled):
+            return
         seq.shared_as = f"\0{seq.seq_id}"
-        page_size = self.pools.pools[0].page_size
+        page_size = self.pools.page_lcm
         shared = seq.num_prompt_tokens // page_size * page_size
-        self.radix.insert(seq.request.salt, seq.token_ids, seq.state, seq.shared_as, limit=shared)
+        self.radix.insert(seq.request.key, seq.token_ids, seq.state, seq.shared_as, limit=shared)
 
     def unshare(self, seq: Sequence) -> None:
         """It no longer stands behind what it shared: a parked state holds its pages alone, so that they can be had."""
         if seq.shared_as is not None:
-            self.radix.disown(seq.request.salt, seq.token_ids[: seq.num_prompt_tokens], seq.shared_as, 0)
+            self.radix.disown(seq.request.key, seq.token_ids[: seq.num_prompt_tokens], seq.shared_as, 0)
         seq.shared_as = None
 
     def _miss(self, seq: Sequence, chain: Chain | None, fresh: bool) -> Miss | None:
@@ -103,7 +104,7 @@ class Reuse:
         holder, kept = seq.state, seq.state.usable(length)
         if chain is not None and length and not kept:
             found = chain.usable(min(length, common_prefix(chain.token_ids, seq.token_ids)))
-            if found is not None and chain.salt == seq.request.salt and found[0].same_edits(seq.state, found[1]):
+            if found is not None and chain.key == seq.request.key and found[0].same_edits(seq.state, found[1]):
                 holder, kept = found
         state = holder.fork()
         state.cut(kept)

@@ -10,14 +10,16 @@ from collections.abc import Callable, Iterable, Iterator
 from heapq import heapify, heappop, heappush
 
 from agentkv.engine.cache.intervals import edits_to_apply, normal_edits
-from agentkv.engine.cache.state import Change, KVState
+from agentkv.engine.cache.state import Change
 from agentkv.engine.cache.tiers import Warm
-from agentkv.engine.core import Batch, EngineConfig, Reach, RowWork, Sequence, Status, TableUpdate
+from agentkv.engine.core import Batch, EngineConfig, RowWork, Sequence, Status
 from agentkv.engine.lookup import share
 from agentkv.engine.oracle import Cost, MemoryOracle
 from agentkv.engine.preempt import Tally, rivals, shed, tell_preempted, tell_resumed, victims
 from agentkv.engine.queue import WaitingQueue, shares
+from agentkv.engine.reading import in_chunks, look_again, next_run, wanted
 from agentkv.engine.units import NOTHING, Units
+from agentkv.engine.work import SealWork, TableUpdate, Work
 from agentkv.types import Miss
 
 
@@ -51,6 +53,7 @@ class Scheduler:
         self.batch = Batch(rows=[])
         self._compactions = 0
         self._unsettled = False  # what is reserved is not what is claimed
+        self._pruned: list[tuple[Sequence, SealWork]] = []  # by the step that is being put together
         heapify(self._rows)
 
     @property
@@ -70,6 +73,10 @@ class Scheduler:
     def spare_units(self, seq: Sequence | None = None) -> Units:
         """Free units that nobody else has a claim on."""
         return self.oracle.unclaimed(self.reserved_units - (seq.reserved_units if seq else NOTHING))
+
+    def owes(self, seq: Sequence) -> Units:
+        """What it may still take of memory, found anew."""
+        return self._cost(seq).peak
 
     def settle(self) -> None:
         """Claim what is reserved, no more."""
@@ -116,7 +123,9 @@ class Scheduler:
             self._admit_waiting()
         self._follow_moves(batch)
         self.oracle.hold(True)
-        decoding = [seq for seq in self.running if not seq.prefilling]
+        decoding = [seq for seq in self.running if not in_chunks(seq)]
+        for seq in decoding:
+            batch.moves += self._seal(seq, prompt_end=False)
         room = self.config.step_tokens - (len(self.running) - len(decoding))
         guesses = share(len(decoding), room) if self.config.lookup else 0
         for seq in decoding:
@@ -194,10 +203,12 @@ class Scheduler:
         return cost, cost.peak + self._owed_to_leader(seq)
 
     def _owed_to_leader(self, seq: Sequence) -> Units:
-        """What its running leader must have reserved in addition: it counts on pages behind its windows, and the two hold those
-        together now."""
+        """What its running leader must have reserved in addition: it counts on pages behind its windows, or before its floor,
+        and the two hold those together now."""
         leader = seq.leader
-        if leader is None or leader.status is not Status.RUNNING or leader.state is None or not leader.state.pools.windowed:
+        if leader is None or leader.status is not Status.RUNNING or leader.state is None:
+            return NOTHING
+        if not (leader.state.pools.windowed or leader.state.form.seals):
             return NOTHING
         return (self._cost(leader).peak - leader.reserved_units).most(NOTHING)
 
@@ -214,6 +225,9 @@ class Scheduler:
         self.waiting.remove(seq)
         seq.status, seq.row, seq.table_from = Status.RUNNING, heappop(self._rows), [0] * len(cost.peak.counts)
         seq.reserved_units, seq.peak_units = cost.peak, cost.bound
+        assert seq.state is not None
+        if seq.state.form.seals and seq.state.logical_length < seq.num_prompt_tokens:
+            seq.seal_at, seq.replays, seq.replayed = seq.num_prompt_tokens, None, 0
         owed = self._owed_to_leader(seq)
         if owed and seq.leader is not None:
             seq.leader.reserved_units += owed
@@ -241,9 +255,12 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence, by: Sequence) -> None:
         """Its row and reservation go to others; its state is parked."""
+        self._stop_replay(seq)
+        seq.computed = seq.num_forwarded
+        look_again(seq)
         self._leave_row(seq)
         self._unshare(seq)
-        seq.status, seq.computed = Status.WAITING, seq.num_forwarded
+        seq.status = Status.WAITING
         seq.preemptions += 1
         self.waiting.add(seq)
         self.tally.preemptions += 1
@@ -260,35 +277,102 @@ class Scheduler:
 
     def _cost(self, seq: Sequence) -> Cost:
         length = seq.num_prompt_tokens + seq.max_tokens - 1
-        return self.oracle.cost(seq.state, seq.pending_edits, length, shared_until=seq.shared_until)
+        form, prompt = seq.request.form, seq.num_prompt_tokens
+        return self.oracle.cost(seq.state, seq.pending_edits, length, shared_until=seq.shared_until, form=form, prompt=prompt)
 
     # -- what runs
 
     def _add_chunks(self, batch: Batch) -> None:
         """Prompts, and what preempted sequences lost, in what the decodes left of the budget; see `queue.shares`."""
-        prompts = [seq for seq in self.running if seq.prefilling]
+        prompts = [seq for seq in self.running if in_chunks(seq)]
         prompts.sort(key=lambda seq: (not seq.guaranteed, self.waiting.order(seq)))
         for seq in prompts:
             self._apply_edits(batch, seq)
-        wants = [self._chunk_end(seq) - seq.num_forwarded for seq in prompts]
+        wants = [wanted(seq) for seq in prompts]
         ranks = [seq.request.priority for seq in prompts]
         given = shares(self.config.step_tokens - batch.num_tokens, wants, ranks)
         for seq, count in zip(prompts, given, strict=True):
-            self._add_row(batch, seq, count)
-
-    def _chunk_end(self, seq: Sequence) -> int:
-        """A chunk ends before an edit, and where others begin to hold what it holds."""
-        end = seq.pending_edits[0].at - 1 if seq.pending_edits else len(seq.token_ids)
-        return min(end, seq.shared_until) if seq.num_forwarded < seq.shared_until else end
+            if seq.replays:
+                self._replay(batch, seq, count)
+            else:
+                self._add_row(batch, seq, count)
 
     def _apply_edits(self, batch: Batch, seq: Sequence) -> None:
         while seq.pending_edits and seq.pending_edits[0].at - 1 == seq.num_forwarded:
             assert seq.state is not None
             edit = seq.pending_edits.pop(0)
-            self._changed(batch, seq, seq.state.remove(edit.removed, self.spare_units(seq)))
-            cost = self._cost(seq)
-            seq.reserved_units, seq.peak_units = cost.peak, cost.bound
-            self._unsettled = self._retry = True
+            change = seq.state.remove(edit.removed, self.spare_units(seq))
+            self._changed(batch, seq, change)
+            self._pruned += [(seq, work) for work in change.moves if isinstance(work, SealWork)]
+            self._promise(seq)
+
+    # -- seals
+
+    def seal_prompts(self) -> None:
+        """After a step: go on with the replays of prompts that are complete, and seal those that need no more of them. The
+        batch's moves must be carried out at once."""
+        self._shrink_pruned()
+        for seq in self.running:
+            if seq.seal_at and seq.num_forwarded == seq.seal_at and self._replays_done(seq):
+                seq.seal_at = 0
+                self.batch.moves += self._seal(seq, prompt_end=True)
+        if self._unsettled:
+            self.settle()
+
+    def _shrink_pruned(self) -> None:
+        """The device has pruned sealed parts in the step: how many slots are left of them is known now."""
+        pruned, self._pruned = self._pruned, []
+        for seq, work in pruned:
+            if seq.row is not None and seq.state is not None and work.slots_left >= 0:
+                seq.state.shrink_sealed(work.slots_left)
+                self._promise(seq)
+
+    def _seal(self, seq: Sequence, *, prompt_end: bool) -> list[Work]:
+        """The work of the seal that is due, if there is one. What it is promised follows from what it holds then."""
+        state = seq.state
+        if state is None or state.form.seal is None:
+            return []
+        held = state.held(prompt_end)
+        seal = state.form.seal(held)
+        if seal is None:
+            return []
+        change = state.seal(held, seal, seq.row)
+        for group, first in enumerate(change.first_pages):
+            seq.table_from[group] = min(seq.table_from[group], first)
+        self._promise(seq)
+        return change.moves
+
+    def _promise(self, seq: Sequence) -> None:
+        """It holds more or less than it was expected to at the start: what it is promised follows from that."""
+        cost = self._cost(seq)
+        seq.reserved_units, seq.peak_units = cost.peak, cost.bound
+        self._unsettled = self._retry = True
+
+    def _replays_done(self, seq: Sequence) -> bool:
+        if seq.replays and seq.replayed == len(seq.replays[0]):
+            self._stop_replay(seq)
+            seq.replays.pop(0)
+            seq.run += 1
+        return next_run(seq) is None
+
+    def _stop_replay(self, seq: Sequence) -> None:
+        """The KV of a run that is over, or has to begin again, is taken back."""
+        if seq.replayed and seq.state is not None:
+            length, held = seq.num_forwarded, seq.state.units
+            seq.state.take_back(length)
+            seq.replayed = 0
+            seq.reserved_units = (seq.reserved_units + (held - seq.state.units)).least(seq.peak_units)
+            self._unsettled = True
+
+    def _replay(self, batch: Batch, seq: Sequence, count: int) -> None:
+        assert seq.state is not None
+        assert seq.replays
+        tokens = list(seq.replays[0][seq.replayed : seq.replayed + count])
+        if tokens:
+            work = self._append(batch, seq, tokens, seq.state.logical_length, replay=True)
+            work.run, work.run_from = seq.run, seq.replayed
+            seq.replayed += count
+            seq.num_prefilled_tokens += count
 
     def _draft(self, seq: Sequence, most: int) -> list[int]:
         """Guesses of what follows. What is promised to the sequence has room for them: they end before its last token."""
@@ -309,6 +393,15 @@ class Scheduler:
         assert seq.row is not None
         position = seq.num_forwarded
         tokens = [*seq.token_ids[position : position + count], *drafted]
+        work = self._append(batch, seq, tokens, position)
+        work.sample = position + count == len(seq.token_ids)
+        work.prompt = position < seq.num_prompt_tokens
+        work.drafted = len(tokens) - count
+
+    def _append(self, batch: Batch, seq: Sequence, tokens: list[int], position: int, *, replay: bool = False) -> RowWork:
+        """The row's new tokens get their slots, and the device's tables what they lack."""
+        assert seq.state is not None
+        assert seq.row is not None
         change = seq.state.append(len(tokens))
         if change.new_units:
             seq.reserved_units = (seq.reserved_units - change.new_units).least(seq.peak_units)
@@ -320,23 +413,25 @@ class Scheduler:
                 batch.table_updates.append(TableUpdate(seq.row, first, holding.units[first - holding.first_page :], group))
                 seq.table_from[group] = holding.next_page
         self.waiting.clock.serve(seq, len(tokens))
-        batch.rows.append(
-            RowWork(
-                row=seq.row,
-                tokens=tokens,
-                position=position,
-                slot=seq.state.length - len(tokens),
-                sample=position + count == len(seq.token_ids),
-                sampling=seq.request.sampling,
-                seed=seq.seed,
-                step=seq.num_generated,
-                seq_id=seq.seq_id,
-                history=seq.history,
-                allowed=seq.allowed,
-                reaches=_reaches(seq.state, position, len(tokens)),
-                drafted=len(tokens) - count,
-            )
+        work = RowWork(
+            row=seq.row,
+            tokens=tokens,
+            position=position,
+            slot=seq.state.length - len(tokens),
+            sample=False,
+            sampling=seq.request.sampling,
+            seed=seq.seed,
+            step=seq.num_generated,
+            seq_id=seq.seq_id,
+            history=seq.history,
+            allowed=seq.allowed,
+            reaches=seq.state.reaches(len(tokens)) if seq.state.pools.windowed or seq.state.form.seals else (),
+            form=seq.request.form,
+            sealed=seq.state.slots,
+            replay=replay,
         )
+        batch.rows.append(work)
+        return work
 
     def _follow_moves(self, batch: Batch) -> None:
         """Units were moved to make room: the device's tables of all running rows are out of date."""
@@ -372,13 +467,3 @@ class Scheduler:
         if seq.warm is not None:
             self.oracle.forget(seq.warm)
         seq.warm = None
-
-
-def _reaches(state: KVState, position: int, count: int) -> tuple[Reach | None, ...]:
-    """What window groups tell of the `count` tokens that were just appended at logical `position`."""
-    if not state.pools.windowed:
-        return ()
-    return tuple(
-        None if holding.pool.window is None else Reach(holding.length - count, holding.first_visible(position, count))
-        for holding in state.holdings
-    )

@@ -20,8 +20,10 @@ from torch.utils._pytree import tree_flatten
 
 from agentkv.engine.core import EngineConfig, Group, Request
 from agentkv.engine.devices import usable_memory
+from agentkv.engine.forms import model_shape, serve
 from agentkv.engine.llm import LLM
 from agentkv.engine.loader import LoadedModel
+from agentkv.engine.query_window import QueryWindow
 from agentkv.engine.runner import ModelRunner
 from agentkv.engine.sparse import SparseMethod
 from agentkv.errors import BadModel
@@ -55,17 +57,17 @@ class MemoryPlan:
 
 
 def groups_of(loaded: LoadedModel, config: EngineConfig, method: SparseMethod) -> tuple[Group, ...]:
-    """What a sequence has page tables of: the model's KV and the method's state. BadRequest for state that is not kept yet."""
-    return (*loaded.groups(config.page_size), *(spec.group(config.page_size) for spec in method.states))
+    """What a sequence has page tables of: the model's KV and the method's state. BadRequest for a method that does not serve
+    the model."""
+    return serve(loaded, config, (method,))[0]
 
 
 def plan_memory(loaded: LoadedModel, config: EngineConfig, method: SparseMethod, step: int | None = None) -> MemoryPlan:
     """The arena for this model and method; `config.memory` is not read. step: what `measure_step` gave, None to measure now.
     BadModel, with the numbers, where there is none."""
     share = CPU_SHARE if loaded.device.type == "cpu" else GPU_SHARE
-    groups = groups_of(loaded, config, method)
-    stripe = sum(group.stripe_bytes for group in groups)
-    window = sum(group.stripe_bytes * -(-_reach(group, config) // config.page_size) for group in groups)
+    stripe = sum(group.stripe_bytes for group in groups_of(loaded, config, method))
+    window = _held_bytes(loaded, config, method, config.window)
     usable, weights = usable_memory(loaded.device), loaded.weight_bytes
     step = measure_step(loaded, config, method) if step is None else step
     arena = max(0, int((usable - weights - step) * share))
@@ -88,15 +90,15 @@ def plan_memory(loaded: LoadedModel, config: EngineConfig, method: SparseMethod,
 
 def measure_step(loaded: LoadedModel, config: EngineConfig, method: SparseMethod) -> int:
     """Bytes that the largest steps take beside weights and KV: `step_tokens` tokens, over all rows or in one, every row drawing
-    in the dearest way. Raises BadModel where they do not fit."""
+    in the dearest way, and the queries that are kept for seals. Raises BadModel where they do not fit."""
     each = max(1, min(config.step_tokens // config.max_rows, config.window - 1))
     one = min(config.step_tokens, config.window - 1)
-    return max(_measured(loaded, config, method, lengths) for lengths in ([each] * config.max_rows, [one]))
+    queries = QueryWindow.bytes(config.max_rows, model_shape(loaded, config.page_size), method.needs.query_window)
+    return queries + max(_measured(loaded, config, method, lengths) for lengths in ([each] * config.max_rows, [one]))
 
 
 def _measured(loaded: LoadedModel, config: EngineConfig, method: SparseMethod, lengths: list[int]) -> int:
-    pages = sum(-(-length // config.page_size) for length in lengths)
-    trial = replace(config, memory=pages * sum(group.stripe_bytes for group in groups_of(loaded, config, method)))
+    trial = replace(config, memory=sum(_held_bytes(loaded, config, method, length) for length in lengths))
     llm = LLM(trial, ModelRunner(loaded, trial, method), reuse="chain")
     sampling = Sampling(max_tokens=1, temperature=1.0, top_p=0.9, min_p=0.01, repetition_penalty=1.1)
     for length in lengths:
@@ -161,10 +163,22 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
 
 
-def _reach(group: Group, config: EngineConfig) -> int:
-    """Most tokens that a sequence holds in the group."""
-    kept = config.window if group.window is None else group.window + group.slack + config.step_tokens + config.page_size
-    return min(kept, config.window)
+def _held_bytes(loaded: LoadedModel, config: EngineConfig, method: SparseMethod, length: int) -> int:
+    """Most bytes that a sequence of so many tokens holds while its prompt is read and sealed."""
+    groups, (served,) = serve(loaded, config, (method,))
+    form = served.form
+    reached = {index: _reach(groups[index], config, length + form.replay_most) for index in form.groups}
+    units = {index: -(-reach // groups[index].page_size) for index, reach in reached.items()}
+    if form.bound is not None:  # a tail begins and ends inside a page
+        bound = form.bound(length, length)
+        units = {index: max(count, -(-bound.tail // groups[index].page_size) + 2) for index, count in units.items()}
+        units.update(zip(form.sealed, bound.units, strict=True))
+    return sum(groups[index].stripe_bytes * count for index, count in units.items())
+
+
+def _reach(group: Group, config: EngineConfig, length: int) -> int:
+    """Most tokens that a sequence of so many holds in the group."""
+    return length if group.window is None else min(length, group.window + group.slack + config.step_tokens + config.page_size)
 
 
 def gib(size: int) -> str:

@@ -10,6 +10,7 @@ import torch
 
 from agentkv.engine.cache.pools import KVPools
 from agentkv.engine.core import GRANULE, EngineConfig, Group
+from agentkv.engine.form import Form
 from agentkv.engine.loader import LoadedModel, load_model, resolve_dtype
 from agentkv.engine.oracle import cost
 from agentkv.engine.sizing import measure_step
@@ -36,15 +37,16 @@ def try_step(surveyed: LoadedModel, config: EngineConfig, method: SparseMethod) 
     return measure_step(empty, config, method)
 
 
-def session_bytes(groups: Sequence[Group], config: EngineConfig, length: int) -> int:
-    """Arena bytes that a session of so many logical tokens takes at its peak, by the engine's own forecast."""
-    pools = KVPools.over(1, groups)
+def session_bytes(groups: Sequence[Group], config: EngineConfig, length: int, forms: Sequence[Form] = ()) -> int:
+    """Arena bytes that a session of so many logical tokens takes at its peak, by the engine's own forecast. forms: the first is
+    the session's; () is one of all groups."""
+    pools = KVPools.over(1, groups, forms)
     return pools.bytes(cost(pools, config.step_tokens, None, (), length - 1).peak)  # the last token has no KV
 
 
-def longest_session(groups: Sequence[Group], config: EngineConfig, arena: int) -> int:
+def longest_session(groups: Sequence[Group], config: EngineConfig, arena: int, forms: Sequence[Form] = ()) -> int:
     """Most logical tokens, up to the window, of a session that an empty arena of so many bytes admits; 0 for none."""
-    pools = KVPools.over(arena // GRANULE, groups)
+    pools = KVPools.over(arena // GRANULE, groups, forms)
 
     def fits(length: int) -> bool:
         return pools.fits(cost(pools, config.step_tokens, None, (), length - 1).peak, empty=True)

@@ -102,10 +102,13 @@ class Session(Standing):
         chain_id: str | None = None,
         salt: str = "",
         tenant: str | None = None,
+        others: Iterable[KVBackend] = (),
         **more: Any,
     ) -> Self:
-        """A stored session, wherever it was made. tenant: refuse another tenant's. more: for the constructor of a subclass."""
+        """A stored session, wherever it was made. tenant: refuse another tenant's. others: the same model by other methods; the
+        one that made the session is taken before `backend`. more: for the constructor of a subclass."""
         saved = store.load(session_id, chain_id=chain_id, tenant=tenant)
+        backend = next((each for each in others if each.fingerprint == saved.settings.fingerprint), backend)
         if saved.settings.model != backend.model_name:
             raise BadRequest(
                 f"session {session_id!r} was made with model {saved.settings.model!r}, not {backend.model_name!r}",

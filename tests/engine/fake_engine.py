@@ -12,9 +12,11 @@ import pickle
 from collections.abc import Iterable
 from typing import Any
 
-from agentkv.engine.core import GRANULE, Batch, Edit, EngineConfig, KVGroup, Request, RowWork, Slot
+from agentkv.engine.core import GRANULE, Batch, Edit, EngineConfig, KVGroup, Request, RowWork
+from agentkv.engine.form import Form
 from agentkv.engine.llm import LLM
 from agentkv.engine.units import Units
+from agentkv.engine.work import Slot
 from agentkv.types import Sampling
 
 Content = tuple[int, int, int]
@@ -69,6 +71,7 @@ class FakeRunner:
         self.groups = tuple(
             KVGroup((index,), 1, 64 * (2, 3, 5)[index], 2, page_size, window, slack) for index, window in enumerate(windows)
         )
+        self.forms = (Form(tuple(range(len(windows)))),)
         self.num_granules = units * (self.groups[0].stripe_bytes // GRANULE)
         self.vocab = self.vocab_size = vocab
         self.step_tokens = step_tokens

@@ -14,8 +14,9 @@ from agentkv.engine.cache.pools import KVPools
 from agentkv.engine.cache.radix import RadixCache
 from agentkv.engine.cache.reclaim import Room, reclaim
 from agentkv.engine.cache.state import KVState
-from agentkv.engine.core import GRANULE, Slot
+from agentkv.engine.core import GRANULE
 from agentkv.engine.units import Units
+from agentkv.engine.work import Slot
 
 
 class Cache:

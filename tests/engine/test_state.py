@@ -12,8 +12,9 @@ from agentkv.engine.cache.extents import ExtentPool, Slice
 from agentkv.engine.cache.holding import Holding
 from agentkv.engine.cache.pools import KVPools
 from agentkv.engine.cache.state import Change, KVState
-from agentkv.engine.core import GRANULE, Edit, Slot
+from agentkv.engine.core import GRANULE, Edit
 from agentkv.engine.units import Units
+from agentkv.engine.work import Slot
 from agentkv.types import Interval
 
 UNIT = UnitClass("stripe", GRANULE)

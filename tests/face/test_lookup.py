@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 from agentkv import Runtime
-from agentkv.engine.sparse import SparseMethod, StateSpec
+from agentkv.engine.sparse import ModelShape, SparseMethod, StateSpec
 from agentkv.errors import BadRequest
 from agentkv.types import Exactness
 
@@ -39,16 +39,23 @@ class Counting(SparseMethod):
 
 @dataclass(frozen=True)
 class Remembering(SparseMethod):
-    kind: str = "mutable"
+    def states(self, model: ModelShape) -> tuple[StateSpec, ...]:
+        return (StateSpec("seen", "slot", "float32", "mutable"),)
 
-    @property
-    def states(self) -> tuple[StateSpec, ...]:
-        return (StateSpec("seen", "slot", "float32", self.kind),)  # type: ignore[arg-type]
+
+@dataclass(frozen=True)
+class Writing(SparseMethod):
+    def states(self, model: ModelShape) -> tuple[StateSpec, ...]:
+        return (StateSpec("seen", "slot", "float32", "append"),)
 
 
 def test_only_what_can_be_cut_back_truncates() -> None:
-    methods = [SparseMethod(), Remembering("append"), Lossy(), Evicting(), Counting(), Remembering(), Remembering("slot")]
-    assert [method.truncates for method in methods] == [True, True, False, False, False, False, False]
+    methods = [Writing(), Lossy(), Evicting(), Counting(), Remembering()]
+    with Runtime("micro", db=None, memory="64MiB", methods=methods) as runtime:
+        forms = dict(zip(runtime.methods, runtime._engine.worker.llm.pools.forms, strict=True))
+    assert {name: form.truncates for name, form in forms.items()} == {
+        "dense": True, "writing": True, "lossy": False, "evicting": False, "counting": False, "remembering": False,
+    }  # fmt: skip
 
 
 def test_a_session_says_the_same_with_guesses_and_without() -> None:

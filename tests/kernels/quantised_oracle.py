@@ -28,7 +28,8 @@ def e4m3(code: int) -> float:
 
 
 def read_slot(page: bytes, head: int, slot: int, shape: dict) -> tuple[list[float], list[float]]:
-    """K and V of a slot from a page's bytes: `[kv head][K codes, V codes]`, `[kv head][K scales, zeros, V scales, zeros]`.
+    """K and V of a slot from a page's bytes: `[kv head][K codes, V codes]`, `[kv head][K scales, zeros, V scales, zeros]`; of
+    e4m3 `[kv head][K, V][slot][codes, scale]`.
 
     shape: heads, size, dim, bits, key_group, value_group (0 and 0: e4m3), number (numpy type of scales).
     """
@@ -44,9 +45,10 @@ def read_slot(page: bytes, head: int, slot: int, shape: dict) -> tuple[list[floa
         return float(np.frombuffer(page[start + index * item :][:item], shape["number"])[0])
 
     if not shape["key_group"]:
-        first = head * 2 * size
-        k_scale, v_scale = number(first + slot), number(first + size + slot)
-        return [e4m3(code(0, c)) * k_scale for c in range(dim)], [e4m3(code(1, c)) * v_scale for c in range(dim)]
+        return tuple(
+            [e4m3(code) * float(np.frombuffer(line[dim:], shape["number"])[0]) for code in line[:dim]]
+            for line in (page[((head * 2 + part) * size + slot) * (dim + item) :][: dim + item] for part in (0, 1))
+        )
     key_count, value_count = size // shape["key_group"] * dim, size * dim // shape["value_group"]
     first = head * 2 * (key_count + value_count)
     k, v = [], []

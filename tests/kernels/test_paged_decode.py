@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import NamedTuple
 
 import pytest
 import torch
-from devices import numpy_scalars
+from devices import numpy_scalars, only_interpreted, only_without_gpu, pass_interpreted
 
 from agentkv.kernels import reference
 
 pytest.importorskip("triton")
-CUDA = torch.cuda.is_available()
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class Case(NamedTuple):
@@ -34,6 +29,7 @@ CASES = [
     Case((1, 5, 17), 4, 6, 2, 12),
     Case((300, 16, 257), 16, 4, 4, 16),
     Case((520,), 16, 8, 2, 64),
+    Case((2100, 40), 16, 8, 2, 64),
     Case((520, 70, 9), 16, 8, 2, 16, firsts=(33, 5, 8)),
     Case((300, 9, 30), 16, 4, 2, 16, queries=3),
     Case((140, 8), 128, 4, 2, 16, queries=8),
@@ -47,8 +43,11 @@ LARGE = [
 ]
 
 
-def check(device: str, dtype: torch.dtype, tolerance: float, case: Case) -> None:
-    from agentkv.kernels.paged_decode import bound_pieces, paged_decode, plan_decode
+MERGES = ["after", "last", "overlap"]
+
+
+def check(device: str, dtype: torch.dtype, tolerance: float, case: Case, merges: list[str]) -> None:
+    from agentkv.kernels.paged_decode import bound_pieces, paged_decode, plan_decode, tuning
 
     generator = torch.Generator().manual_seed(3)
     lens = torch.tensor(case.lens, dtype=torch.int32)
@@ -72,10 +71,12 @@ def check(device: str, dtype: torch.dtype, tolerance: float, case: Case) -> None
         bound_pieces(lens.numel(), int(lens.sum())),
         firsts.to(device) if case.firsts else None,
     )
-    out, lse = paged_decode(
-        q.to(device), pages.to(device), (table if per_head else table[:, 0]).contiguous().to(device), plan,
-        case.head_dim**-0.5, queries=case.queries,
-    )  # fmt: skip
+    tuned = tuning(case.head_dim * pages.element_size())
+    given = q.to(device), pages.to(device), (table if per_head else table[:, 0]).contiguous().to(device), plan
+    outs, lses = torch.empty(len(merges), *q.shape), torch.empty(len(merges), *q.shape[:2])
+    for index, merge in enumerate([*merges, *merges]):  # twice by one plan, as layers do
+        made = paged_decode(*given, case.head_dim**-0.5, queries=case.queries, tuned=tuned._replace(merge=merge))
+        outs[index % len(merges)], lses[index % len(merges)] = made[0].cpu().float(), made[1].cpu()
 
     group = case.num_heads // case.num_kv_heads
     for row in range(num_rows):
@@ -86,37 +87,47 @@ def check(device: str, dtype: torch.dtype, tolerance: float, case: Case) -> None
             k, v = reference.read_row(pages[:, head : head + 1], entries, int(lens[line]))
             first, members = int(firsts[line]), slice(head * group, (head + 1) * group)
             want, want_lse = reference.attention(q[mine, members], k[first:], v[first:], case.head_dim**-0.5)
-            assert (out[mine, members].cpu().double() - want).abs().max() < tolerance
-            assert (lse[mine, members].cpu().double() - want_lse).abs().max() < max(tolerance, 1e-5)
+            assert (outs[:, mine, members].double() - want).abs().max() < tolerance
+            assert (lses[:, mine, members].double() - want_lse).abs().max() < max(tolerance, 1e-5)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="run by the test below, in a process where Triton is interpreted")
+@only_interpreted
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_twin_in_the_interpreter(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
     numpy_scalars(monkeypatch)
-    check("cpu", torch.float32, 1e-5, case)
+    check("cpu", torch.float32, 1e-5, case, MERGES[:2])
 
 
-@pytest.mark.skipif(CUDA or INTERPRETED, reason="for machines without a GPU")
-def test_interpreter_cases_pass() -> None:
-    """In a child: Triton decides when it is first imported."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
-    env = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert f"{len(CASES)} passed" in done.stdout
+@only_interpreted
+@pytest.mark.parametrize("merge", MERGES[:2])
+def test_a_row_that_holds_nothing_in_the_interpreter(monkeypatch: pytest.MonkeyPatch, merge: str) -> None:
+    numpy_scalars(monkeypatch)
+    from agentkv.kernels.paged_decode import Tuning, bound_pieces, paged_decode, plan_decode
+
+    plan = plan_decode(torch.tensor([0, 3], dtype=torch.int32), torch.arange(2), bound_pieces(2, 3))
+    pages, q = torch.ones(2, 2, 2, 16, 16), torch.ones(2, 4, 16)
+    out, lse = paged_decode(q, pages, torch.tensor([[0], [1]], dtype=torch.int32), plan, 1.0, tuned=Tuning(4, 2, 32, merge))
+    assert (out[0] == 0).all()
+    assert (lse[0] == -torch.inf).all()
+    assert (out[1] == 1).all()
+
+
+@only_without_gpu
+def test_cases_pass_interpreted() -> None:
+    pass_interpreted(__file__, len(CASES) + 2)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [*CASES, *LARGE])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
 def test_equals_the_twin_on_a_gpu(case: Case, dtype: torch.dtype, tolerance: float) -> None:
-    check("cuda", dtype, tolerance, case)
+    check("cuda", dtype, tolerance, case, MERGES)
 
 
 @pytest.mark.gpu
-def test_a_row_alone_is_the_same_bit_for_bit_and_a_graph_takes_other_lengths() -> None:
-    from agentkv.kernels.paged_decode import bound_pieces, paged_decode, plan_decode
+@pytest.mark.parametrize("merge", MERGES)
+def test_a_row_alone_is_the_same_bit_for_bit_and_a_graph_takes_other_lengths(merge: str) -> None:
+    from agentkv.kernels.paged_decode import Tuning, bound_pieces, paged_decode, plan_decode
 
     generator = torch.Generator("cuda").manual_seed(5)
     pages = torch.randn(600, 4, 2, 16, 64, device="cuda", generator=generator).bfloat16()
@@ -124,14 +135,14 @@ def test_a_row_alone_is_the_same_bit_for_bit_and_a_graph_takes_other_lengths() -
     q = torch.randn(4, 16, 64, device="cuda", generator=generator).bfloat16()
     lens = torch.tensor([2400, 5, 1024, 129], dtype=torch.int32, device="cuda")
     rows = torch.arange(4, device="cuda")
-    bound = bound_pieces(4, 4 * 2400)
+    bound, tuned = bound_pieces(4, 4 * 2400), Tuning(2, 2, 64, merge)
 
     def together() -> torch.Tensor:
-        return paged_decode(q, pages, table, plan_decode(lens, rows, bound), 0.125)[0]
+        return paged_decode(q, pages, table, plan_decode(lens, rows, bound), 0.125, tuned=tuned)[0]
 
     def alone(row: int) -> torch.Tensor:
         plan = plan_decode(lens[row : row + 1], rows[row : row + 1], bound)
-        return paged_decode(q[row : row + 1], pages, table, plan, 0.125)[0][0]
+        return paged_decode(q[row : row + 1], pages, table, plan, 0.125, tuned=tuned)[0][0]
 
     together()  # compiled before the capture
     graph = torch.cuda.CUDAGraph()

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import product
+from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
 from torch import Tensor
 
 from agentkv import methods
-from agentkv.engine.core import GRANULE, Batch, EngineConfig, RowWork, TableUpdate
+from agentkv.engine.core import GRANULE, SLOT, Batch, EngineConfig, RowWork
+from agentkv.engine.form import Bound, Held, Seal
 from agentkv.engine.layers import Decoder, ModelConfig, RopeConfig
 from agentkv.engine.loader import LoadedModel
 from agentkv.engine.runner import ModelRunner
-from agentkv.engine.sparse import Selection, SparseMethod
-from agentkv.engine.view import AttentionView, DeviceBatch, PagedKV, Part
-from agentkv.errors import BadRequest, UnknownOption
+from agentkv.engine.sparse import Keep, ModelShape, Most, SparseMethod, StateSpec
+from agentkv.engine.view import AttentionView, DeviceBatch, PagedKV, Part, RowMass, Selection
+from agentkv.engine.work import TableUpdate
+from agentkv.errors import BadRequest, EngineFault, UnknownOption
 from agentkv.types import Sampling
 
 
@@ -84,7 +88,7 @@ class Recorder(SparseMethod):
         return out
 
     def on_attention_end(
-        self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None, mass: Tensor | None, batch: DeviceBatch
+        self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None, mass: Sequence[RowMass] | None, batch: DeviceBatch
     ) -> None:
         assert lse is not None
         assert lse.shape == (len(batch.positions), 4)
@@ -97,11 +101,9 @@ class Recorder(SparseMethod):
     def on_chunk_end(self, batch: DeviceBatch) -> None:
         self._note("on_chunk_end", None, batch)
 
-    def on_prompt_end(self, batch: DeviceBatch) -> None:
-        ended = [span.seq_id for span in batch.rows if span.prompt_end]
-        self.log.append(f"on_prompt_end:{ended}")
-
     def on_step_end(self, batch: DeviceBatch) -> None:
+        ended = [span.seq_id for span in batch.rows if span.prompt_end]
+        self.log.append(f"prompts:{ended}")
         self._note("on_step_end", None, batch)
 
 
@@ -112,7 +114,7 @@ def test_hooks_of_a_prefill_step_in_order(loaded: LoadedModel) -> None:
     method = Recorder()
     runner_of(loaded, method).execute(Batch([work(0, [1, 2, 3], sample=True), work(1, [4, 5])]))
     inner = [f"{hook}:prefill:{layer}" for layer in range(2) for hook in LAYER]
-    end = ["on_chunk_end:prefill", "on_prompt_end:[70]", "on_step_end:prefill"]
+    end = ["on_chunk_end:prefill", "prompts:[70]", "on_step_end:prefill"]
     assert method.log == ["on_step_begin:prefill", *inner, *end]
 
 
@@ -124,7 +126,7 @@ def test_a_mixed_step_runs_each_phase_and_decodes_end_no_prompt(loaded: LoadedMo
     runner.execute(Batch([work(1, [6], at=2, sample=True, step=1), work(0, [1, 2, 3])]))
     calls = [call for call in method.log if call.startswith("select")]
     assert calls == ["select:decode:0", "select:prefill:0", "select:decode:1", "select:prefill:1"]
-    assert not any(call.startswith("on_prompt_end") for call in method.log)
+    assert [call for call in method.log if call.startswith("prompts")] == ["prompts:[]", "prompts:[]"]
     assert "on_chunk_end:decode" not in method.log
 
 
@@ -180,24 +182,156 @@ def test_the_prefill_axis_selects_in_prefill_only(loaded: LoadedModel) -> None:
         runner.execute(Batch([work(0, [1], at=2)]))
 
 
+def test_the_only_token_left_of_a_prompt_is_a_chunk(loaded: LoadedModel) -> None:
+    method = Recorder()
+    runner = runner_of(loaded, method)
+    runner.execute(Batch([work(0, [1, 2])]))
+    method.log.clear()
+    runner.execute(Batch([replace(work(0, [3], at=2, sample=True), prompt=True)]))
+    assert method.log[0] == "on_step_begin:prefill"
+    method.log.clear()
+    runner.execute(Batch([work(0, [4], at=3, sample=True, step=1)]))
+    assert method.log[0] == "on_step_begin:decode"
+
+
+def test_scratch_is_empty_when_a_step_begins(loaded: LoadedModel) -> None:
+    method = Scratching()
+    runner = runner_of(loaded, method)
+    for at in range(3):
+        runner.execute(Batch([work(0, [at], at=at)]))
+    assert method.found == [None, 0] * 3
+
+
+@dataclass(frozen=True)
+class Scratching(SparseMethod):
+    """Hands on the layer's number."""
+
+    found: list[int | None] = field(default_factory=list)
+
+    def select(self, layer: int, q: Tensor, q_raw: Tensor, batch: DeviceBatch) -> Selection | None:
+        self.found.append(batch.scratch.get("layer"))
+        batch.scratch["layer"] = layer
+        return None
+
+
 @dataclass(frozen=True)
 class Timed(SparseMethod):
+    """Seals the prompt but its last two tokens, and then every eighth token."""
+
     every: int = 8
-    done: list[tuple[int, ...]] = field(default_factory=list)
+    seals_into: ClassVar[Literal["stripe", "head", "states"] | None] = "stripe"
 
-    def due(self, lengths: Any) -> tuple[int, ...]:
-        return tuple(row for row, length in lengths.items() if length % self.every == 0)
+    def keep(self, held: Held) -> Keep | None:
+        if not held.prompt_end and held.tail < self.every + 2:
+            return None
+        return Keep(held.tokens - 2, min(held.slots + held.tail - 2, 50), appends=True)
 
-    def maintain(self, rows: Any) -> None:
-        self.done.append(tuple(rows))
+    def most(self, prompt: int, tokens: int) -> Most:
+        return Most(self.every + 2, Keep(tokens, 50), again=True)
 
 
-def test_timed_work_is_done_for_due_rows_only(loaded: LoadedModel) -> None:
-    method = Timed()
-    controller = runner_of(loaded, method).controller
-    assert controller.maintain({0: 7, 1: 8, 2: 16}) == (1, 2)
-    assert controller.maintain({0: 9}) == ()
-    assert method.done == [(1, 2)]
+def test_a_form_counts_in_units_what_the_method_counts_in_tokens(loaded: LoadedModel) -> None:
+    (form,) = runner_of(loaded, Timed()).forms
+    assert form.seals
+    assert form.seal is not None
+    assert form.bound is not None
+    assert form.seal(Held(30, 0, 30, 0, True)) == Seal(28, 28, (2, 1), (0, 0))
+    assert form.seal(Held(31, 28, 3, 28, False)) is None
+    assert form.seal(Held(38, 28, 10, 28, False)) == Seal(36, 36, (3, 1), (1, 0))  # its first page of 16 slots stays
+    assert form.seal(Held(2, 0, 2, 0, True)) == Seal(0, 0, (0, 0), (0, 0))
+    assert form.bound(100, 128) == Bound(10, (8, 2))
+
+
+def test_a_seal_outside_what_is_held_is_a_fault_of_the_method(loaded: LoadedModel) -> None:
+    (form,) = runner_of(loaded, Timed()).forms
+    assert form.seal is not None
+    with pytest.raises(EngineFault, match="outside what is held"):
+        form.seal(Held(1, 0, 1, 0, True))
+
+
+@dataclass(frozen=True)
+class Counted(Timed):
+    """With state that is rewritten, so that no unit of it may be shared by an old and a new sealed part."""
+
+    def states(self, model: ModelShape) -> tuple[StateSpec, ...]:
+        return tuple(StateSpec(kind, "slot", "int32", kind, (2, 2, SLOT), "both") for kind in ("append", "mutable"))  # type: ignore[arg-type]
+
+
+def test_units_that_are_rewritten_are_never_taken_over(loaded: LoadedModel) -> None:
+    (form,) = runner_of(loaded, Counted()).forms
+    assert (form.groups, form.sealed, form.mutable) == ((0, 1, 2), (3, 4, 5, 6), {2, 6})
+    assert form.seal is not None
+    assert form.seal(Held(38, 28, 10, 28, False)) == Seal(36, 36, (3, 1, 3, 3), (1, 0, 1, 0))
+
+
+@dataclass(frozen=True)
+class ByHead(Timed):
+    mean: int = 0
+    seals_into: ClassVar[Literal["stripe", "head", "states"] | None] = "head"
+
+    def keep(self, held: Held) -> Keep | None:
+        return Keep(held.tokens, 20, mean=self.mean, across=True)
+
+
+@pytest.mark.parametrize(("mean", "units"), [(0, 8), (20, 8), (10, 6), (5, 5), (1, 4)])
+def test_head_pages_are_bounded_by_the_mean(loaded: LoadedModel, mean: int, units: int) -> None:
+    """2 layers of 2 heads: however four heads of at most 20 slots share `4 * mean`, `units` pages hold them."""
+    (form,) = runner_of(loaded, ByHead(mean=mean)).forms
+    assert form.seal is not None
+    seal = form.seal(Held(40, 0, 40, 0, True))
+    assert seal is not None
+    assert seal.units == (units, 1)
+    most = max(
+        sum(-(-count // 16) for count in counts) for counts in product(range(21), repeat=4) if sum(counts) <= 4 * (mean or 20)
+    )
+    assert most <= units
+
+
+@dataclass(frozen=True)
+class Declares(SparseMethod):
+    """Declares what it is told to."""
+
+    declared: tuple[StateSpec, ...] = ()
+    into: str | None = None
+
+    @property
+    def seals_into(self) -> Any:  # type: ignore[override]
+        return self.into
+
+    def states(self, model: ModelShape) -> tuple[StateSpec, ...]:
+        return self.declared
+
+
+@pytest.mark.parametrize(
+    ("into", "declared", "why"),
+    [
+        (None, (StateSpec("a", "sequence", "int32", "append", (1,)),) * 2, "one name"),
+        (None, (StateSpec("a", "slot", "int32", "append", (2, 2, SLOT), "both"),), "never seals"),
+        ("states", (StateSpec("a", "slot", "int32", "append"),), "it has none"),
+        ("stripe", (StateSpec("a", "page", "int32", "append", (2, 2), "both"),), "no item of a slot"),
+        ("stripe", (StateSpec("a", "slot", "int32", "append", (2, SLOT, 3), "both"),), "layers and heads"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(loaded: LoadedModel, into: str | None, declared: Any, why: str) -> None:
+    with pytest.raises(BadRequest, match=why):
+        runner_of(loaded, Declares(declared, into))
+
+
+def test_the_same_method_twice_is_refused(loaded: LoadedModel) -> None:
+    with pytest.raises(BadRequest, match="twice"):
+        ModelRunner(loaded, EngineConfig(1 << 20, 128), [Timed(), methods.get("dense"), Timed()])
+    assert len(ModelRunner(loaded, EngineConfig(1 << 20, 128), [Timed(), Timed(9)]).forms) == 2
+
+
+@dataclass(frozen=True)
+class Choosy(SparseMethod):
+    def unserved(self, model: ModelShape) -> str | None:
+        return f"{model.num_layers} layers of {model.dtype}"
+
+
+def test_a_method_says_what_it_does_not_serve(loaded: LoadedModel) -> None:
+    with pytest.raises(BadRequest, match="2 layers of float64"):
+        runner_of(loaded, Choosy())
 
 
 @dataclass(frozen=True)
@@ -230,20 +364,29 @@ def test_a_small_step_runs_on_one_thread_and_leaves_the_setting(loaded: LoadedMo
 
 @dataclass(frozen=True)
 class Blind(SparseMethod):
-    """Selects, and forgets to say what of it is read."""
+    """Selects in decode, and forgets to say what of it is read."""
 
     def select(self, layer: int, q: Tensor, q_raw: Tensor, batch: DeviceBatch) -> Selection | None:
+        if batch.prefill:
+            return None
         return Selection(torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32))
 
 
 def test_a_selection_is_never_dropped_in_silence(loaded: LoadedModel) -> None:
-    with pytest.raises(TypeError, match="Blind selects"):
-        runner_of(loaded, Blind()).execute(Batch([work(0, [1, 2])]))
+    found = []
+    for method in (methods.get("dense"), Blind()):
+        runner = runner_of(loaded, method)
+        runner.execute(Batch([work(0, [1, 2, 9, 4])]))
+        try:
+            found.append(runner.logits(Batch([work(0, [3], at=4)])))
+        except NotImplementedError:
+            return  # refused
+    assert (found[0] - found[1]).abs().max() > 1e-3
 
 
 def test_dense_says_what_it_is() -> None:
     dense = methods.get("dense")
-    assert (dense.exactness, dense.reuse, dense.evicts, dense.states) == ("exact", "radix", False, ())
+    assert (dense.exactness, dense.reuse, dense.evicts, dense.seals_into) == ("exact", "radix", False, None)
     assert dense.fingerprint == "agentkv.methods.dense:Dense()"
     assert dense == methods.get("dense")
 

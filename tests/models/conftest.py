@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from agentkv import methods
-from agentkv.engine.core import GRANULE, Batch, EngineConfig, Reach, RowWork, TableUpdate
+from agentkv.engine.core import GRANULE, Batch, EngineConfig, Reach, RowWork
 from agentkv.engine.loader import LoadedModel, load_model
 from agentkv.engine.runner import ModelRunner
+from agentkv.engine.work import TableUpdate
 from agentkv.types import Sampling
 
 sys.path.insert(0, str(Path(__file__).parent))  # lets the tests of this folder import their helper by name

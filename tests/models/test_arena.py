@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from agentkv import methods
-from agentkv.engine.core import GRANULE, Batch, EngineConfig, RowWork, TableUpdate
+from agentkv.engine.core import GRANULE, Batch, EngineConfig, RowWork
 from agentkv.engine.runner import ModelRunner
+from agentkv.engine.work import TableUpdate
 from agentkv.errors import BadModel, EngineFault
 from agentkv.types import Sampling
 

@@ -11,9 +11,10 @@ from test_warm import engine_of, talk
 
 from agentkv import methods
 from agentkv.engine import layers
-from agentkv.engine.core import GRANULE, Batch, EngineConfig, RowWork, TableUpdate
+from agentkv.engine.core import GRANULE, Batch, EngineConfig, RowWork
 from agentkv.engine.loader import load_model
 from agentkv.engine.runner import ModelRunner
+from agentkv.engine.work import TableUpdate
 from agentkv.kernels import reference, rotate
 from agentkv.types import Sampling
 

@@ -6,7 +6,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,12 +18,12 @@ from typer.testing import CliRunner
 from agentkv import Runtime, methods, runtime_plan
 from agentkv.cli import app
 from agentkv.engine import sizing, survey
-from agentkv.engine.core import EngineConfig, Request
+from agentkv.engine.core import SLOT, EngineConfig, Request
 from agentkv.engine.llm import LLM
 from agentkv.engine.loader import load_model
 from agentkv.engine.runner import ModelRunner
 from agentkv.engine.sizing import measure_step
-from agentkv.engine.sparse import SparseMethod, StateSpec
+from agentkv.engine.sparse import ModelShape, SparseMethod, StateSpec
 from agentkv.engine.survey import longest_session, session_bytes, survey_model, try_step
 from agentkv.errors import Capacity
 from agentkv.runtime_doctor import examine
@@ -231,29 +231,28 @@ def test_weights_that_do_not_fit_and_steps_that_are_not_tried(monkeypatch: pytes
 class Noting(SparseMethod):
     """Keeps 4 numbers a slot."""
 
-    mutable: bool = False
+    bad: bool = False
 
-    @property
-    def states(self) -> tuple[StateSpec, ...]:
-        return (StateSpec("note", "slot", "float32", "mutable" if self.mutable else "slot", (4,)),)
+    def states(self, model: ModelShape) -> tuple[StateSpec, ...]:
+        return (StateSpec("note", "slot", "float32", "append", (SLOT, 4), part="sealed" if self.bad else "tail"),)
 
 
 def test_every_method_has_a_row_by_what_it_declares(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("noting_methods")
     module.Noting = Noting  # type: ignore[attr-defined]
-    module.Changing = lambda: replace(Noting(), mutable=True)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "noting_methods", module)
     monkeypatch.setitem(methods.NAMES, "noting", "noting_methods:Noting")
-    report, found = planned("micro", memory="16MiB", window=128)
+    options = {"memory": "16MiB", "window": 128, "methods": ("dense", "noting")}
+    report, found = planned("micro", **options)
     plain, noting = report["methods"]
     assert (plain["method"], noting["method"]) == ("dense", "noting")
     assert noting["kv_bytes_per_token"] == plain["kv_bytes_per_token"] + 16
     assert noting["groups"][1] == {"layers": 0, "window": None, "state": "note", "token_bytes": 16, "page_bytes": 2048}
     assert not found.problems
-    monkeypatch.setattr(methods, "get", lambda name: Noting(mutable=True))
-    _, found = planned("micro", memory="16MiB", window=128)
+    monkeypatch.setattr(methods, "get", lambda name: Noting(bad=True))
+    _, found = planned("micro", **options)
     assert {each["part"] for each in found.problems} == {"method dense", "method noting"}
-    assert all("not kept yet" in each["text"] for each in found.problems)
+    assert all("never seals" in each["text"] for each in found.problems)
 
 
 @pytest.fixture

@@ -16,11 +16,13 @@ from random_schemas import SchemaMaker
 
 from agentkv.constraint import Form
 from agentkv.engine import grammar as grammars
-from agentkv.engine.core import GRANULE, Batch, EngineConfig, KVGroup, Request, Sequence, Slot
+from agentkv.engine.core import GRANULE, Batch, EngineConfig, KVGroup, Request, Sequence
+from agentkv.engine.form import Form as KVForm
 from agentkv.engine.grammar import Grammar, GrammarCompiler
 from agentkv.engine.llm import LLM
 from agentkv.engine.sampler import sample
 from agentkv.engine.tokenizer import Tokenizer
+from agentkv.engine.work import Slot
 from agentkv.errors import BadRequest
 from agentkv.runtime_engine import model_path
 from agentkv.types import Sampling
@@ -60,6 +62,7 @@ class RandomRunner:
     """Implements `core.Runner`: random logits for every draw, and the real sampler."""
 
     groups = (KVGroup((0,), num_kv_heads=1, head_dim=128, itemsize=2, page_size=512),)
+    forms = (KVForm((0,)),)
     num_granules = 4096 * (groups[0].stripe_bytes // GRANULE)
 
     def __init__(self, vocab_size: int) -> None:

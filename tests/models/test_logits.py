@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from agentkv.engine.core import Batch, TableUpdate
+from agentkv.engine.core import Batch
+from agentkv.engine.work import TableUpdate
 from agentkv.kernels.native import native
 
 FAMILIES = ["llama", "llama-biased", "qwen2", "qwen2-tied", "qwen3", "qwen3-sliding", "gemma3", "micro"]

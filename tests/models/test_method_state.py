@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentkv.engine.core import Edit, EngineConfig, Request
+from agentkv.engine.core import SLOT, Edit, EngineConfig, Request
 from agentkv.engine.llm import LLM
 from agentkv.engine.runner import ModelRunner
-from agentkv.engine.sparse import SparseMethod, StateSpec
+from agentkv.engine.sparse import ModelShape, SparseMethod, StateSpec
 from agentkv.engine.view import DeviceBatch
-from agentkv.errors import BadRequest
 from agentkv.types import Sampling
 
 PROMPT = [5, 17, 80, 3, 44, 44, 9, 61, 2, 30, 31, 7, 12, 90, 1, 66, 23]
@@ -26,16 +25,15 @@ class Marker(SparseMethod):
 
     seen: dict[int, list[int]] = field(default_factory=dict)
 
-    @property
-    def states(self) -> tuple[StateSpec, ...]:
-        return (StateSpec("mark", "slot", "int32", "append", (3,)), StateSpec("wide", "slot", "float64", "slot"))
+    def states(self, model: ModelShape) -> tuple[StateSpec, ...]:
+        return (StateSpec("mark", "slot", "int32", "append", (3, SLOT)), StateSpec("wide", "slot", "float64", "append"))
 
     def on_step_begin(self, batch: DeviceBatch) -> None:
         for name, factors in (("mark", [1, 2, 3]), ("wide", 0.5)):
             pages, places = batch.state(name)
             factor = torch.tensor(factors)
             marks = batch.positions.view(-1, *[1] * factor.dim()) * factor
-            pages[places.entries, places.offsets] = marks.to(pages.dtype)
+            _by_slot(pages)[places.entries, places.offsets] = marks.to(pages.dtype)
 
     def on_step_end(self, batch: DeviceBatch) -> None:
         for span in batch.rows:
@@ -50,7 +48,12 @@ class Marker(SparseMethod):
         table = places.table
         length = table.host_lens[table.host_rows.index(row)]
         slots = torch.arange(length)
-        return pages[table.entries[row, slots // table.page_size].long(), slots % table.page_size]
+        return _by_slot(pages)[table.entries[row, slots // table.page_size].long(), slots % table.page_size]
+
+
+def _by_slot(units: Tensor) -> Tensor:
+    """With the slots, which come last, behind the units."""
+    return units.movedim(-1, 1)
 
 
 def engine_of(loaded: Any, method: SparseMethod, step_tokens: int = 16) -> LLM:
@@ -67,7 +70,7 @@ def turn(llm: LLM, ids: list[int], chain: str, edits: tuple[Edit, ...] = (), com
     assert seq.fault is None, seq.fault.__cause__
     gone = [interval for edit in edits for interval in edit.removed]
     kept = [p for p in range(len(seq.token_ids) - 1) if not any(start <= p < end for start, end in gone)]
-    assert llm.runner.controller.method.seen[seq.seq_id] == kept
+    assert llm.runner.controller.methods[0].seen[seq.seq_id] == kept
     if commit:
         llm.commit(seq, seq.token_ids[len(ids) :])
     else:
@@ -97,17 +100,3 @@ def test_it_follows_its_slots_everywhere(model: Any, family: str, step_tokens: i
     turn(llm, [*ids, 60], "a", edits)
     assert llm.stats().restores == 1
     turn(llm, [*PROMPT, 4], "c")  # shares the prefix
-
-
-@pytest.mark.parametrize(
-    ("scope", "kind"), [("sequence", "mutable"), ("layer", "append"), ("head", "slot"), ("slot", "mutable")]
-)
-def test_what_is_not_kept_yet_is_refused(model: Any, scope: Any, kind: Any) -> None:
-    @dataclass(frozen=True)
-    class Counter(SparseMethod):
-        @property
-        def states(self) -> tuple[StateSpec, ...]:
-            return (StateSpec("counter", scope, "int64", kind),)
-
-    with pytest.raises(BadRequest, match="not kept yet"):
-        engine_of(model("qwen3", "float32"), Counter())

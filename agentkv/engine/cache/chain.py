@@ -16,8 +16,9 @@ from agentkv.engine.cache.radix import RadixCache
 from agentkv.engine.cache.reclaim import Goal
 from agentkv.engine.cache.state import KVState
 from agentkv.engine.cache.tiers import Warm, WarmTier
-from agentkv.engine.core import Edit, Moves, Request, Sequence
+from agentkv.engine.core import Edit, Request, Sequence, content_key
 from agentkv.engine.units import NOTHING, Units
+from agentkv.engine.work import SealWork, Work
 from agentkv.errors import BadRequest
 from agentkv.types import Interval
 
@@ -51,7 +52,7 @@ Holder = TypeVar("Holder", bound=Reusable)
 class Chain:
     """active: the sequence that is advancing it. boundary: tokens with KV at the last turn boundary. lost: why the state has
     fewer now. warm: a copy of the state in host memory, where there is no state; it may reach further than token_ids do now.
-    cuts: lengths of the checkpoints at that time."""
+    cuts: lengths of the checkpoints at that time. form: index of the runner's form that it has."""
 
     chain_id: str
     salt: str
@@ -65,6 +66,12 @@ class Chain:
     lost: str = ""
     warm: Warm | None = None
     cuts: tuple[int, ...] = ()
+    form: int = 0
+
+    @property
+    def key(self) -> str:
+        """See Request.key."""
+        return content_key(self.salt, self.form)
 
     @property
     def at_boundary(self) -> bool:
@@ -106,7 +113,7 @@ class Chain:
     def _longest(
         self, holders: Iterable[Holder], request: Request, wanted: tuple[Edit, ...], limit: int
     ) -> tuple[Holder, int, list[Edit]] | None:
-        if request.salt != self.salt:
+        if request.key != self.key:
             return None
         limit = min(limit, common_prefix(self.token_ids, request.token_ids))
         best: tuple[Holder, int, list[Edit]] | None = None
@@ -126,6 +133,8 @@ class Chain:
         """Why fewer than `expected` tokens could be reused."""
         if request.salt != self.salt:
             return "salt"
+        if request.form != self.form:
+            return "fingerprint"
         if common_prefix(self.token_ids, request.token_ids) < expected:
             return "diverged"
         if self.state is None or self.state.logical_length < expected:
@@ -149,7 +158,7 @@ class ChainCache:
         """The chain that the request advances, made where there was none; it is busy from now on."""
         if request.chain_id is None:
             return None
-        chain = self.chains.setdefault(request.chain_id, Chain(request.chain_id, request.salt))
+        chain = self.chains.setdefault(request.chain_id, Chain(request.chain_id, request.salt, form=request.form))
         chain.active, chain.suspended, chain.last_used = seq, False, self._tick()
         return chain
 
@@ -161,12 +170,12 @@ class ChainCache:
             if not chain.token_ids:
                 del self.chains[chain.chain_id]
 
-    def advance(self, chain: Chain, token_ids: list[int], state: KVState, salt: str, boundary: int) -> None:
+    def advance(self, chain: Chain, token_ids: list[int], state: KVState, request: Request, boundary: int) -> None:
         """A turn is committed: the chain takes over `state`, and a boundary is at the end of `token_ids`.
 
         boundary: tokens that have been forwarded; `state` has fewer where a window did not reach back as far.
         """
-        same = common_prefix(chain.token_ids, token_ids) if salt == chain.salt else 0
+        same = common_prefix(chain.token_ids, token_ids) if request.key == chain.key else 0
         kept = min(same, state.pure_length)
         if kept < min(chain.boundary, len(chain.token_ids) - 1):
             self._disown(chain, kept)
@@ -175,18 +184,18 @@ class ChainCache:
             chain.state.release()
         self._discard_copy(chain)
         state.trim()
-        chain.state, chain.token_ids, chain.salt = state, token_ids, salt
+        chain.state, chain.token_ids, chain.salt, chain.form = state, token_ids, request.salt, request.form
         chain.boundary, chain.last_used = boundary, self._tick()
         chain.lost = "reclaimed" if state.logical_length < boundary else ""
         self._recut(chain, [*(length for length in lengths if length < len(token_ids)), len(token_ids)])
-        self.radix.insert(salt, token_ids, state, chain.chain_id)
+        self.radix.insert(chain.key, token_ids, state, chain.chain_id)
 
     def fork(self, chain: Chain, chain_id: str, length: int) -> Chain:
         """A new chain over the first `length` committed tokens (or all); a busy chain gives its last boundary."""
         if chain_id in self.chains:
             raise BadRequest(f"chain {chain_id!r} exists already", param="chain_id")
         length = _within(chain, length)
-        child = Chain(chain_id, chain.salt, chain.token_ids[:length], last_used=self._tick(), lost=chain.lost)
+        child = Chain(chain_id, chain.salt, chain.token_ids[:length], last_used=self._tick(), lost=chain.lost, form=chain.form)
         child.boundary = min(chain.boundary, max(0, length - 1))
         found = chain.usable(length - 1)
         if found is not None:
@@ -208,7 +217,7 @@ class ChainCache:
         chain.boundary = min(chain.boundary, kept)
         if self._cut(chain, kept):
             assert chain.state is not None
-            self.radix.insert(chain.salt, chain.token_ids, chain.state, chain.chain_id)
+            self.radix.insert(chain.key, chain.token_ids, chain.state, chain.chain_id)
         elif chain.warm is None or not kept:  # a copy is cut when it is back
             self.lose(chain, chain.lost)
 
@@ -257,7 +266,7 @@ class ChainCache:
         if not self._cut(chain, len(chain.token_ids) - 1):
             return self.lose(chain, "reclaimed")  # rolled back past where its windows begin
         self._recut(chain, [length for length in chain.cuts if length <= len(chain.token_ids)])
-        self.radix.insert(chain.salt, chain.token_ids, state, chain.chain_id)
+        self.radix.insert(chain.key, chain.token_ids, state, chain.chain_id)
         return None
 
     def price(self, chain: Chain, intervals: Iterable[Interval]) -> tuple[int, Units]:
@@ -266,11 +275,10 @@ class ChainCache:
         state = chain.state
         if state is None or not kept:
             return 0, NOTHING
-        left = [[holding.left_by(kept) for holding in state.holdings]]
+        left = [state.left_by(kept)]
         for point in chain.checkpoints:  # what the state still holds of it is a cut of the state afterwards
-            pairs = zip(point.state.holdings, state.holdings, strict=True)
-            covers = [theirs.covers(point.state.logical_length) for theirs in state.holdings]
-            left.append([([], 0) if covered else mine.left_by(kept) for (mine, _), covered in zip(pairs, covers, strict=True)])
+            pairs = zip(point.state.left_by(kept), point.state.given(state), strict=True)
+            left.append([([], 0) if given else own for own, given in pairs])
         retained = [tuple(slices for slices, _ in each) for each in left]
         fresh = NOTHING
         for each in left:
@@ -278,7 +286,7 @@ class ChainCache:
         released = [*self._radix_tail(chain, state.page_floor(kept[0][0])), *chain.slices()]
         return size(kept), self.pools.returned(released, retained) - fresh
 
-    def prune(self, chain: Chain, intervals: Iterable[Interval], acquire: Callable[[Units], Units]) -> list[Moves]:
+    def prune(self, chain: Chain, intervals: Iterable[Interval], acquire: Callable[[Units], Units]) -> list[Work]:
         """Remove the slots of these logical intervals from the state and every checkpoint; the moves to make, in order.
 
         acquire(n): make n units available if possible; the units that may be used. Where even that is too few, the chain
@@ -303,8 +311,17 @@ class ChainCache:
         for point in chain.checkpoints:
             moves += point.state.remove(kept, point.state.copy_units(kept)).moves
         self._recut(chain, [point.length for point in chain.checkpoints])
-        self.radix.insert(chain.salt, chain.token_ids, state, chain.chain_id)
+        self.radix.insert(chain.key, chain.token_ids, state, chain.chain_id)
         return moves
+
+    def shrink_sealed(self, chain: Chain, works: Iterable[Work]) -> None:
+        """The device has carried out a prune: whole units of sealed parts that are empty now are given back."""
+        seals = [work for work in works if isinstance(work, SealWork)]
+        for holder in chain.holders():
+            units = tuple(holding.units for holding in holder.sealed)
+            for work in seals:
+                if work.new == units:
+                    holder.shrink_sealed(work.slots_left)
 
     def unique_units(self, chain: Chain) -> Units:
         """Units that return when the chain is dropped."""
@@ -345,11 +362,11 @@ class ChainCache:
     def _shrink(self, chain: Chain, goal: Goal) -> None:
         if self.demote(chain):
             return
-        if chain.state is not None and not any(holding.pool.window for holding in chain.state.holdings):
+        if chain.state is not None and not (chain.state.form.seals or any(each.pool.window for each in chain.state.filled)):
             self._recut(chain, [])  # where there are windows, a checkpoint may be all that can be gone back to
         step = goal.pages()
         while chain.state is not None and not goal.met():
-            longest = max(chain.state.holdings, key=lambda holding: len(holding.units))
+            longest = max(chain.state.filled, key=lambda holding: len(holding.units))
             slots = longest.start + (len(longest.units) - step) * longest.pool.page_size
             kept = longest.position(slots) if slots > longest.start else 0
             self._disown(chain, kept)
@@ -379,11 +396,11 @@ class ChainCache:
 
     def _disown(self, chain: Chain, keep: int) -> None:
         """Take the chain's own entries from token `keep` on out of the prefix cache, with the page that `keep` lies in."""
-        self.radix.disown(chain.salt, chain.token_ids, chain.chain_id, keep - keep % self.pools.page_lcm)
+        self.radix.disown(chain.key, chain.token_ids, chain.chain_id, keep - keep % self.pools.page_lcm)
 
     def _radix_tail(self, chain: Chain, keep: int) -> list[Pieces]:
         keep -= keep % self.pools.page_lcm
-        return [node.slices for node in self.radix.tail(chain.salt, chain.token_ids, chain.chain_id, keep)]
+        return [node.slices for node in self.radix.tail(chain.key, chain.token_ids, chain.chain_id, keep)]
 
     def _recut(self, chain: Chain, lengths: list[int]) -> None:
         """Keep checkpoints at these lengths only, as cuts of the state, so that they have seen the same prunes and share its

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 from weakref import WeakSet
 
 from agentkv.engine.cache.arena import Arena, ArenaError, UnitClass
+from agentkv.engine.core import WHOLE
 
 
 class Extent:
@@ -51,12 +52,23 @@ class Table(Protocol):
 class ExtentPool:
     """All extents of one KV group, which has a unit class to itself; a page of `page_size` slots is one unit.
 
-    group: its index among the groups. window: tokens that a query sees, None for all; slack: how many more are kept. tables:
-    whoever lists units of this pool beside its slices; `follow` is called when units have moved.
+    group: its index among the groups. window: tokens that a query sees, None for all; slack: how many more are kept. by_slot,
+    sealed, mutable: see StateGroup. tables: whoever lists units of this pool beside its slices; `follow` is called when units
+    have moved.
     """
 
     def __init__(
-        self, arena: Arena, cls: UnitClass, page_size: int, *, group: int = 0, window: int | None = None, slack: int = 0
+        self,
+        arena: Arena,
+        cls: UnitClass,
+        page_size: int,
+        *,
+        group: int = 0,
+        window: int | None = None,
+        slack: int = 0,
+        by_slot: bool = True,
+        sealed: bool = False,
+        mutable: bool = False,
     ) -> None:
         self.arena = arena
         self.cls = cls
@@ -64,6 +76,7 @@ class ExtentPool:
         self.group = group
         self.window = window
         self.slack = slack
+        self.by_slot, self.sealed, self.mutable = by_slot, sealed, mutable
         self.total_units = arena.attainable(cls)
         self.extents: set[Extent] = set()
         self.tables: WeakSet[Table] = WeakSet()
@@ -73,6 +86,11 @@ class ExtentPool:
     def free_units(self) -> int:
         """Units that nobody holds."""
         return self.arena.available(self.cls)
+
+    @property
+    def whole(self) -> bool:
+        """Does a sequence have one page, whatever its length?"""
+        return self.page_size >= WHOLE
 
     def pages(self, slots: int) -> int:
         """Pages that `slots` slots take."""

@@ -15,8 +15,8 @@ from typing import NamedTuple
 from agentkv.engine.cache.arena import ArenaFull
 from agentkv.engine.cache.extents import ExtentPool, Slice
 from agentkv.engine.cache.intervals import clip, merged, size, subtract
-from agentkv.engine.core import Moves, Slot
 from agentkv.engine.windows import first_slots
+from agentkv.engine.work import Copies, Moves, Slot, Work
 from agentkv.types import Interval
 
 SPARE_SHARE = 16
@@ -30,7 +30,7 @@ class Shift:
 
     first_page: int
     new_units: int = 0
-    moves: list[Moves] = field(default_factory=list)
+    moves: list[Work] = field(default_factory=list)
 
 
 class Growth(NamedTuple):
@@ -127,11 +127,10 @@ class Holding:
         self.pool.retain(child.slices)
         return child
 
-    def restore(self, runs: Iterable[Interval], start: int, floor: int) -> None:
-        """Make an empty holding one of these tokens from slot `start` on, in fresh units whose content is to be written.
+    def restore(self, runs: Iterable[Interval], start: int, floor: int, length: int) -> None:
+        """Make an empty holding one of these tokens in slots [start, length), in fresh units whose content is to be written.
         Raises ArenaFull."""
-        self.runs, self.start, self.floor = list(runs), start, floor
-        self.length = start + size(self.runs)
+        self.runs, self.start, self.floor, self.length = list(runs), start, floor, length
         pages = self.pool.pages(self.length) - self.first_page
         if pages:
             self.slices = [self.pool.make(pages, self.length - start)]
@@ -167,9 +166,39 @@ class Holding:
         first = self.length // page if copies else pages
         return Growth(first, self.pool.pages(self.length + count) - first, copies)
 
-    def grow(self, count: int, position: int, growth: Growth) -> list[Moves]:
+    def refill(self, units: int, keep: int) -> int:
+        """A sealed part of so many units, of which the first `keep` stay; the units that returned. Raises ArenaFull."""
+        page = self.pool.page_size
+        kept = self.between(0, keep * page)
+        self.pool.retain(kept)
+        fresh = [self.pool.make(units - keep, (units - keep) * page)] if units > keep else []
+        returned = self.pool.release(self.slices)
+        self.slices = [*kept, *fresh]
+        self.units, self.length = list(self.pool.units_of(self.slices)), units * page
+        return returned
+
+    def shared_units(self) -> int:
+        """Leading units that `own` copies."""
+        return self.shared_pages - self.first_page
+
+    def own(self) -> list[Work]:
+        """Hold alone what is rewritten: pages up to the last that somebody else holds too become copies. Raises ArenaFull."""
+        count, page = self.shared_units(), self.pool.page_size
+        if not count:
+            return []
+        split = min(self.length, self.start + count * page)
+        behind = self.between(split, self.length)
+        fresh = self.pool.make(count, split - self.start)
+        pairs = sorted(zip(self.units[:count], fresh.extent.units, strict=True))
+        self.pool.retain(behind)
+        self.pool.release(self.slices)
+        self.slices = [fresh, *behind]
+        self.units = list(self.pool.units_of(self.slices))
+        return [Copies([old for old, _ in pairs], [new for _, new in pairs], self.pool.group)]
+
+    def grow(self, count: int, position: int, growth: Growth) -> list[Work]:
         """Slots for `count` tokens from logical `position` on, as planned; the moves to make. Raises ArenaFull."""
-        page, moves = self.pool.page_size, list[Moves]()
+        page, moves = self.pool.page_size, list[Work]()
         offset = self.length % page
         if offset and not growth.copies:
             tail = self.slices[-1]
@@ -178,8 +207,11 @@ class Holding:
             fresh = self.pool.make(growth.pages, self.length + count - growth.first_page * page)
             if growth.copies:
                 source, target = self.units[-1], fresh.extent.units[0]
-                pairs = [(source, i) for i in range(offset)], [(target, i) for i in range(offset)]
-                moves.append(Moves(*pairs, self.pool.group))
+                if self.pool.by_slot:  # a page's item is made when the page is full
+                    pairs = [(source, i) for i in range(offset)], [(target, i) for i in range(offset)]
+                    moves.append(Moves(*pairs, self.pool.group))
+                elif self.pool.whole:
+                    moves.append(Copies([source], [target], self.pool.group))
                 self.keep(self.length - offset)
                 self.length += offset
             self.slices.append(fresh)
@@ -195,10 +227,14 @@ class Holding:
         low = length - (self.pool.window - 1) - self.pool.slack
         if low <= self.floor:
             return 0
-        slot = self.start + size(clip(self.runs, 0, low))
+        return self.let_go(self.start + size(clip(self.runs, 0, low)))
+
+    def let_go(self, slot: int) -> int:
+        """Let go of the pages that lie before this slot; units that returned."""
         slot -= slot % self.pool.page_size
         if slot <= self.start:
             return 0
+        length = self.runs[-1][1] if self.runs else self.floor
         self.floor = self.position(slot - 1) + 1
         kept = self.between(slot, self.length)
         self.pool.retain(kept)
@@ -208,7 +244,9 @@ class Holding:
         return returned
 
     def cut(self, length: int) -> int:
-        """Keep tokens below logical `length` only; units that returned."""
+        """Keep tokens below logical `length` only; units that returned. A sealed part stays as long as anything does."""
+        if self.pool.sealed and length:
+            return 0
         self.runs = clip(self.runs, 0, length)
         if not length:
             return self.release()
@@ -266,7 +304,7 @@ class Holding:
 
     def copy_units(self, intervals: Iterable[Interval]) -> int:
         """Least `spare` that `remove` needs: pages held alone are used again as they are read, shared ones are not."""
-        slots = self.slots_of(intervals)
+        slots = [] if self.pool.whole else self.slots_of(intervals)
         if not slots or (len(slots) == 1 and slots[0][1] == self.length):
             return 0
         first_page = slots[0][0] // self.pool.page_size
@@ -275,7 +313,7 @@ class Holding:
 
     def left_by(self, intervals: Iterable[Interval]) -> tuple[list[Slice], int]:
         """What `remove` would go on holding of the present slices, and how many fresh pages it would fill."""
-        slots = self.slots_of(intervals)
+        slots = [] if self.pool.whole else self.slots_of(intervals)
         if not slots:
             return self.slices, 0
         first, page = slots[0][0], self.pool.page_size
@@ -292,6 +330,10 @@ class Holding:
         slots = self.slots_of(intervals)
         shift = Shift(self.next_page)
         if not slots:
+            return shift
+        if self.pool.whole:
+            self.runs = subtract(self.runs, intervals)
+            self.length = self.start + size(self.runs)
             return shift
         spare = min(spare, self.copy_units(intervals) + len(self.units) // SPARE_SHARE)
         first, last = slots[0][0], slots[-1][1]
@@ -346,7 +388,8 @@ class Compaction:
         page, fresh = self.pool.page_size, self.pool.make(pages, len(slots))
         source = [(self.old_units[(slot - self.base) // page], slot % page) for slot in slots]
         target = [(fresh.extent.units[i // page], i % page) for i in range(len(slots))]
-        self.shift.moves.append(Moves(source, target, self.pool.group))
+        if self.pool.by_slot:
+            self.shift.moves.append(Moves(source, target, self.pool.group))
         self.shift.new_units += pages
         self.spare -= pages
         self.holding.slices.append(fresh)

@@ -7,7 +7,8 @@ from math import lcm
 
 from agentkv.engine.cache.arena import Arena, UnitClass
 from agentkv.engine.cache.extents import ExtentPool, Slice
-from agentkv.engine.core import GRANULE, Group
+from agentkv.engine.core import GRANULE, WHOLE, Group, StateGroup
+from agentkv.engine.form import Form
 from agentkv.engine.units import Units
 
 SLAB_UNITS = 64
@@ -21,26 +22,25 @@ Pieces = tuple[list[Slice], ...]
 class KVPools:
     """What a sequence of pools can do together. Amounts are `Units`, one count a group."""
 
-    def __init__(self, arena: Arena, pools: Iterable[ExtentPool]) -> None:
+    def __init__(self, arena: Arena, pools: Iterable[ExtentPool], forms: Sequence[Form] = ()) -> None:
         self.arena = arena
         self.pools = tuple(pools)
-        self.page_lcm = lcm(*(pool.page_size for pool in self.pools))
+        self.forms = tuple(forms) or (Form(tuple(range(len(self.pools)))),)
+        self.page_lcm = lcm(*(pool.page_size for pool in self.pools if pool.page_size < WHOLE and not pool.sealed))
         """Slots after which a page begins in every group."""
         self.windowed = any(pool.window is not None for pool in self.pools)
         """Does a group let go of pages behind a window?"""
 
     @classmethod
-    def over(cls, num_granules: int, groups: Sequence[Group]) -> KVPools:
-        """A fresh arena with a pool for each of the groups."""
+    def over(cls, num_granules: int, groups: Sequence[Group], forms: Sequence[Form] = ()) -> KVPools:
+        """A fresh arena with a pool for each of the groups. forms: what sequences hold of them; () is one form of all."""
         classes = [UnitClass(f"group {index}", group.stripe_bytes) for index, group in enumerate(groups)]
         least = num_granules // (SLAB_SHARE * max(unit.granules for unit in classes))
         arena = Arena(num_granules, slab_units=SLAB_UNITS if len(groups) == 1 else max(1, min(SLAB_UNITS, least)))
         return cls(
             arena,
-            (
-                ExtentPool(arena, unit, group.page_size, group=index, window=group.window, slack=group.slack)
-                for index, (unit, group) in enumerate(zip(classes, groups, strict=True))
-            ),
+            (_pool(arena, unit, index, group) for index, (unit, group) in enumerate(zip(classes, groups, strict=True))),
+            forms,
         )
 
     @property
@@ -116,3 +116,10 @@ class KVPools:
     def _by_class(self, units: Units) -> list[tuple[UnitClass, int]]:
         counts = (*units.counts, *[0] * (len(self.pools) - len(units.counts)))
         return [(pool.cls, count) for pool, count in zip(self.pools, counts, strict=True)]
+
+
+def _pool(arena: Arena, unit: UnitClass, index: int, group: Group) -> ExtentPool:
+    said = {}
+    if isinstance(group, StateGroup):
+        said = {"by_slot": group.by_slot, "sealed": group.sealed, "mutable": group.mutable}
+    return ExtentPool(arena, unit, group.page_size, group=index, window=group.window, slack=group.slack, **said)

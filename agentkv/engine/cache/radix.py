@@ -95,8 +95,8 @@ class RadixCache:
         owner: the chain that the state belongs to, None for a request without one. limit: tokens that are cached at most.
         """
         length = state.pure_length if limit is None else min(limit, state.pure_length)
-        if not length or not self.enabled:
-            return
+        if not length or not self.enabled or state.form.reuse != "radix" or state.sealed_at:
+            return  # where tokens were sealed, the tail alone is no prefix
         name, now, done = owner or ANYONE, self.tick(), 0
         parent = self._roots.setdefault(salt, Node(salt, [], 0, None))
         for node, count in self._walk(salt, ids[:length]):
@@ -206,7 +206,8 @@ class RadixCache:
             assert node.start == node.parent.end
             assert node.owners
             for pool, held in zip(self.pools.pools, node.pieces, strict=True):
-                assert held is not None or pool.window is not None
+                alone = len(self.pools.forms) == 1 and pool.group in self.pools.forms[0].groups
+                assert held is not None or pool.window is not None or not alone
                 assert held is None or sum(piece.stop - piece.start for piece in held) == len(node.tokens)
 
     def _whole(self, path: list[tuple[Node, int]], pool: ExtentPool) -> bool:
@@ -234,7 +235,8 @@ class RadixCache:
 
     def _fill(self, salt: str, ids: Sequence[int], state: KVState) -> None:
         """Give the nodes of `ids` what they lack and the state holds."""
-        for pool, holding in zip(self.pools.pools, state.holdings, strict=True):
+        for holding in state.filled:
+            pool = holding.pool
             low = holding.start  # as a position: nothing was pruned up to the end of `ids`
             for node, _ in list(self._walk(salt, ids)):
                 if node.pieces[pool.group] is None and node.end > low:

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 from agentkv.engine.cache.pools import KVPools
 from agentkv.engine.cache.state import KVState
 from agentkv.engine.core import Edit
+from agentkv.engine.form import Form
 from agentkv.engine.units import Units
 from agentkv.types import Interval
 
@@ -35,6 +36,7 @@ class UnitIO(Protocol):
 class Part(NamedTuple):
     """What a copy has of one KV group: see Holding. covers_from: shortest length at which the group's window is whole."""
 
+    length: int
     runs: tuple[Interval, ...]
     start: int
     floor: int
@@ -46,9 +48,9 @@ class Part(NamedTuple):
 class Warm:
     """A state in host memory.
 
-    runs, edits, length, logical_length: as in KVState. token_ids: those that its KV was computed from. units: pages by group.
-    size: bytes that it takes of the budget. parts: by group, None once the copy is lost. lost: why (reclaimed, corrupt,
-    fingerprint). holders: how many may still restore it.
+    runs, edits, length, logical_length, form, floor, sealed_at, slots: as in KVState. token_ids: those that its KV was
+    computed from. units: pages by group. size: bytes that it takes of the budget. parts: by group, None once the copy is lost.
+    lost: why (reclaimed, corrupt, fingerprint). holders: how many may still restore it.
     """
 
     runs: tuple[Interval, ...]
@@ -61,6 +63,10 @@ class Warm:
     size: int
     fingerprint: str
     parts: tuple[Part, ...] | None
+    form: Form
+    floor: int = 0
+    sealed_at: int = 0
+    slots: int = 0
     digest: bytes = b""
     lost: str = ""
     holders: int = 1
@@ -68,11 +74,14 @@ class Warm:
     def usable(self, limit: int) -> int:
         """Longest length up to `limit` that the state can be cut to; 0 if there is none."""
         length = min(limit, self.logical_length)
+        if not self.form.reaches(self.sealed_at, self.logical_length, length):
+            return 0
         return length if all(length >= part.covers_from for part in self.parts or ()) else 0
 
     def computed_digest(self) -> bytes:
         """SHA-256 of everything that the copy says."""
-        said = (self.salt, self.fingerprint, self.runs, self.edits, self.logical_length, self.units)
+        sealed = self.form.fingerprint, self.floor, self.sealed_at, self.slots
+        said = (self.salt, self.fingerprint, self.runs, self.edits, self.logical_length, self.units, sealed)
         running = hashlib.sha256(repr(said).encode())
         running.update(self.token_ids)
         for part in self.parts or ():
@@ -118,6 +127,7 @@ class WarmTier:
             fingerprint=self.fingerprint,
             parts=tuple(
                 Part(
+                    length=holding.length,
                     runs=tuple(holding.runs),
                     start=holding.start,
                     floor=holding.floor,
@@ -126,6 +136,10 @@ class WarmTier:
                 )
                 for holding in state.holdings
             ),
+            form=state.form,
+            floor=state.floor,
+            sealed_at=state.sealed_at,
+            slots=state.slots,
         )
         warm.digest = warm.computed_digest()
         self._keep(warm)
@@ -188,11 +202,12 @@ class WarmTier:
         return warm in self._copies
 
     def _filled(self, warm: Warm, parts: tuple[Part, ...]) -> KVState:
-        state = KVState(self.pools)
+        state = KVState(self.pools, warm.form)
         try:
             state.restore(warm.runs, warm.edits, warm.logical_length)
+            state.floor, state.sealed_at, state.slots = warm.floor, warm.sealed_at, warm.slots
             for holding, part in zip(state.holdings, parts, strict=True):
-                holding.restore(part.runs, part.start, part.floor)
+                holding.restore(part.runs, part.start, part.floor, part.length)
                 self.device.write_units(holding.pool.cls.unit_bytes, holding.units, part.data)
         except BaseException:
             state.release()

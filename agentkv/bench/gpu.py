@@ -1,0 +1,145 @@
+"""`agentkv bench gpu`: every line of speed that this project must show, as ratios to rates of the same run.
+
+`python -m agentkv.bench.gpu` needs torch, triton, transformers and msgspec alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from agentkv.bench.conditions import machine
+from agentkv.bench.decode_step import step_rows
+from agentkv.bench.dequant_rows import dequant_rows
+from agentkv.bench.gpu_report import line, plot
+from agentkv.bench.gpu_rows import Rig, Row, kernel_rows
+from agentkv.bench.prefill_row import prefill_rows
+from agentkv.bench.prefill_run import run_rows
+from agentkv.errors import BadRequest
+
+Tell = Callable[[str], None]
+FILE = "gpu.json"
+
+NOT_BUILT = (
+    "equal batch 4x128K, qwen3-4b, budget 4,096: selecting methods against dense",
+    "4-bit and FP8 KV against the bf16 dense step, 8x32K",
+    "Qwen3-30B-A3B FP8, decode at 128K, the largest batch against dense at its largest",
+    "time added to a 32K prefill, by method",
+    "chain continuation, 1K new at 64K, against cold prefill",
+    "unhidden host time of a decode step, 64 sequences; eight methods mixed in one step against one",
+)
+"""Lines of the table that have no row yet."""
+
+
+def all_rows() -> list[Row]:
+    """In the order in which they are measured."""
+    return [*kernel_rows(), *dequant_rows(), *prefill_rows(), *step_rows(), *run_rows()]
+
+
+def run_gpu(
+    *,
+    out: Path,
+    minutes: float = 8.0,
+    rows: str = "",
+    repeats: int = 20,
+    device: str = "cuda",
+    tiny: bool = False,
+    peers: bool = True,
+    commit: str | None = None,
+    tell: Tell | None = None,
+) -> dict[str, Any]:
+    """Measure what `out`/gpu.json does not have yet, and write it there after each row; returns the same.
+
+    minutes: no row is begun after that. rows: parts of names between semicolons; rows so named are measured again, no others.
+    tiny: sizes for an interpreter on a CPU, whose figures mean nothing. commit: where the source tree has no git.
+    A row that fails keeps its error and is tried again next time. BadRequest where there is no such device.
+    """
+    target = torch.device(device)
+    if target.type == "cuda" and not torch.cuda.is_available():
+        raise BadRequest("bench gpu measures an NVIDIA GPU, and torch sees none here", hint="Run it on a machine with one")
+    out.mkdir(parents=True, exist_ok=True)
+    conditions = machine(target)
+    conditions["commit"] = commit or conditions["commit"]
+    before = _before(out / FILE, conditions["device"], tiny)
+    rig = Rig(target, repeats, tiny, peers)
+    began = time.monotonic()
+    result: dict[str, Any] = {**conditions, "tiny": tiny, "ceilings": rig.measure_ceilings(), "rows": [], "not_reached": []}
+    if tell is not None:
+        tell(f"{conditions['device']}: copy {rig.copy:.2f} TB/s, matmul {rig.matmul:.0f} TFLOP/s")
+    wanted = [part.strip() for part in rows.split(";") if part.strip()]
+    for row in all_rows():
+        asked = any(part in row.name for part in wanted)
+        known = before.get(row.name)
+        if (known is not None and "error" not in known and not asked) or (wanted and not asked):
+            result["rows"] += [known] if known is not None else []
+            continue
+        if time.monotonic() - began > minutes * 60:
+            result["not_reached"].append(row.name)
+            continue
+        found = _one(row, rig)
+        result["rows"].append({**found, "commit": conditions["commit"]})
+        if tell is not None:
+            tell(line(found))
+        _write(out / FILE, result)
+    result["not_built"] = list(NOT_BUILT)
+    _write(out / FILE, result)
+    return result
+
+
+def _one(row: Row, rig: Rig) -> dict[str, Any]:
+    """Measure one row; what it allocated is given back."""
+    began = time.monotonic()
+    try:
+        found = row.judged(row.measure(rig))
+    except Exception as error:  # noqa: BLE001 - one row's failure must not cost the others
+        found = {"name": row.name, "target": row.target, "met": False, "error": f"{type(error).__name__}: {error}"[:1000]}
+    rig.free()
+    return {**found, "seconds": time.monotonic() - began, "date": datetime.now(UTC).isoformat(timespec="seconds")}
+
+
+def _before(path: Path, device: str, tiny: bool) -> dict[str, dict[str, Any]]:
+    """Rows by name of an earlier run on such a device."""
+    if not path.exists():
+        return {}
+    try:
+        earlier = json.loads(path.read_text())
+        same = earlier["device"] == device and earlier["tiny"] == tiny
+        return {row["name"]: row for row in earlier["rows"]} if same else {}
+    except (ValueError, KeyError, TypeError):
+        raise BadRequest(f"{path} is no result of this command", hint="Name another folder", param="out") from None
+
+
+def _write(path: Path, result: dict[str, Any]) -> None:
+    """Replace the file whole."""
+    fresh = path.with_suffix(".part")
+    fresh.write_text(json.dumps(result, indent=1) + "\n")
+    fresh.replace(path)
+
+
+def main(arguments: Iterable[str] | None = None) -> None:
+    """The command without the package's own command line."""
+    parser = argparse.ArgumentParser(prog="python -m agentkv.bench.gpu", description=run_gpu.__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder of gpu.json and gpu.png; rows that it has are kept")
+    parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--rows", default="", help="parts of names, between semicolons: measure these again, and no others")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="sizes for an interpreter")
+    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--commit", help="where the source tree has no git")
+    given = parser.parse_args(None if arguments is None else list(arguments))
+    options = vars(given)
+    peers = not options.pop("no_peers")
+    result = run_gpu(**options, peers=peers, tell=lambda text: print(text, flush=True))
+    plot(result, given.out / "gpu.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Rows of `agentkv bench gpu` for people: a line each, and a plot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+
+def line(row: dict[str, Any]) -> str:
+    """One row: what was reached, what was wanted, what the peer took."""
+    if "error" in row:
+        return f"{row['name']:60} failed: {row['error'][:200]}"
+    sign = "<=" if row["at_most"] else ">="
+    verdict = "met" if row["met"] else "met, but for a peer's gain" if row["value_met"] else "NOT MET"
+    text = f"{row['name']:60} {row['median_us']:10.1f} us {row['value']:8.3f} {row['unit']}, wanted {sign} {row['target']:g}"
+    if row["gain"] is not None:
+        wanted = f", wanted {row['gain_target']:g}" if row["gain_target"] else ""
+        text += f"; {row['gain']:.2f}x {row['peer']['name']}{wanted}"
+    for name, way in row.get("ways", {}).items():
+        shown = f"{way['tflop_per_s']:.0f} TFLOP/s, first call {way['first_ms']:.0f} ms" if "us" in way else way["error"][:120]
+        text += f"\n    {name}: {shown}"
+    for name, found in row.get("maps", {}).items():
+        library, ours = median(found["library_us"]), median(found["ours_us"])
+        text += f"\n    {name}: torch {library:.1f} us, ours {ours:.1f} us with tiles {found['best']}"
+    if "eager_median_us" in row:
+        text += f"\n    {row['how']}; eager {row['eager_median_us']:.0f} us; bytes {row['bytes_us']:.0f} us"
+        text += f"; {row['why_no_graph'][:200]}" if "why_no_graph" in row else ""
+    for kernel in row.get("kernels", {}).get("longest", [])[:12]:
+        text += f"\n    {kernel['us']:9.1f} us {kernel['launches']:5} x {kernel['kernel'][:80]}"
+    return f"{text}  {verdict} ({row['seconds']:.0f} s)"
+
+
+def plot(result: dict[str, Any], path: Path) -> bool:
+    """Each row over its target, as bars; the file's ending says what it is (.png, .svg). False without matplotlib."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    rows = [row for row in result["rows"] if "error" not in row]
+    figure = Figure(figsize=(9, 1.2 + 0.34 * max(1, len(rows))), layout="constrained")
+    FigureCanvasAgg(figure)
+    panel = figure.subplots()
+    reached = [row["target"] / row["value"] if row["at_most"] else row["value"] / row["target"] for row in rows]
+    colours = ["lightskyblue" if row["met"] else "sandybrown" for row in rows]
+    panel.barh([row["name"] for row in rows], reached, color=colours)
+    for place, row in enumerate(rows):
+        panel.text(0.02, place, f"{row['value']:.2f} {row['unit']}", va="center", fontsize=7)
+    panel.axvline(1.0, color="black", linewidth=1)
+    panel.invert_yaxis()
+    panel.tick_params(labelsize=7)
+    panel.set_xlabel("reached, over what was wanted", fontsize=8)
+    copy = result["ceilings"]["copy"]["value"]
+    figure.suptitle(f"{result['device']}, {result['date'][:10]}, copy {copy:.2f} TB/s", fontsize=9)
+    figure.savefig(path, dpi=150)
+    return True

@@ -1,0 +1,72 @@
+"""Attention that slots received in a step, by row."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from agentkv.engine.gathered import gather_row
+from agentkv.engine.tables import RowTable
+from agentkv.engine.view import AttentionView, DeviceBatch, PagedKV, Part, RowMass
+from agentkv.kernels.received_mass import received_mass
+from agentkv.kernels.slot_mass import slot_mass
+
+
+def received(
+    q: Tensor, view: AttentionView, batch: DeviceBatch, scale: float, lse: Tensor, reduce: Literal["sum", "max"] = "sum"
+) -> tuple[RowMass, ...]:
+    """What the slots of each row of the batch received: exp(score - lse), summed (or the most) over the row's queries and the
+    query heads of a group (arXiv 2306.14048).
+
+    q: `[num_tokens, num_heads, head_dim]`. lse: as `attend` gave it for the whole view. Earlier parts of a view make up
+    RowMass.sealed, one behind another. TypeError for selections and for tokens that see a window only.
+    """
+    last = view.parts[-1]
+    if not isinstance(last.table, RowTable):
+        raise TypeError("attention received is counted where all slots are read, not of a selection")
+    if any(len(set(starts)) > 1 for starts in last.table.host_starts):
+        raise TypeError("attention received is not counted in layers that see a window only")
+    pages = [part.payload.pages for part in view.parts if isinstance(part.payload, PagedKV) and part.bias is None]
+    if batch.prefill or len(pages) < len(view.parts) or any(count != 1 for count in batch.counts):
+        by_part = [_of_rows(q, part, batch, lse, scale, reduce, own=part is last) for part in view.parts]
+    else:
+        by_part = [_of_decodes(q, each, part, lse, scale, reduce) for each, part in zip(pages, view.parts, strict=True)]
+    masses = []
+    for index, (*sealed, tail) in enumerate(zip(*by_part, strict=True)):
+        joined = torch.cat(sealed, 1) if any(each.shape[1] for each in sealed) else None
+        masses.append(RowMass(joined, tail, last.table.first_slots[index]))
+    return tuple(masses)
+
+
+def _of_decodes(q: Tensor, pages: Tensor, part: Part, lse: Tensor, scale: float, reduce: Literal["sum", "max"]) -> list[Tensor]:
+    """`[num_kv_heads, slots]` of each row's slots in one part; each row has one query, all rows together."""
+    if isinstance(part.table, RowTable):
+        table, hidden = part.table.visible(pages.shape[1])
+    else:
+        table, hidden = part.table, (0,) * len(part.table.lens)
+    if not table.max_slots:
+        return [lse.new_zeros(table.lens.shape[1], 0) for _ in hidden]
+    lines = (table.entries, table.rows, table.lens)
+    mass = slot_mass(q, pages, *lines, lse, scale, max_len=table.max_slots, reduce=reduce)
+    return [mass[row, :, first:bound] for row, (first, bound) in enumerate(zip(hidden, table.bounds, strict=True))]
+
+
+def _of_rows(
+    q: Tensor, part: Part, batch: DeviceBatch, lse: Tensor, scale: float, reduce: Literal["sum", "max"], *, own: bool
+) -> list[Tensor]:
+    """The same row by row. own: a row's last slots are its queries' own."""
+    masses = []
+    for index, span in enumerate(batch.rows):
+        queries, tops = q[span.start : span.end], lse[span.start : span.end]
+        row = gather_row(part, index, q.dtype)
+        num_kv_heads, length, _ = row.k.shape
+        if not length:
+            masses.append(lse.new_zeros(num_kv_heads, 0))
+            continue
+        last = torch.arange(len(queries), device=q.device) - len(queries) + 1
+        ends = (length + last * own).to(torch.int32)
+        bias = None if row.bias is None else row.bias[:, :length].expand(num_kv_heads, -1)
+        masses.append(received_mass(queries, row.k, tops, ends, scale, lens=row.lens, bias=bias, reduce=reduce))
+    return masses

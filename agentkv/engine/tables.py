@@ -1,0 +1,187 @@
+"""Page tables: which slots of a payload the rows of a batch read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+from operator import floordiv, mod
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from agentkv.kernels.chunk_attention import token_slots
+from agentkv.kernels.decode_attention import RowPages, plan_row
+
+if TYPE_CHECKING:
+    from agentkv.kernels.paged_decode import DecodePlan
+
+
+@dataclass(frozen=True)
+class RowTable:
+    """Which pages a batch's rows read, and how much of them. Built once a step, read by every layer.
+
+    entries: int32 `[max_rows, max_pages]` on the device, granules. rows: int64 `[num_rows]`, lines of `entries`.
+    lens: int32 `[num_rows]` on the device, slots held, the step's own tokens included. host_rows, host_lens: the same on
+    the host (a method that knows its kept counts only on the device gives upper bounds). starts: int32 `[num_tokens]` on the
+    device, the first slot that each of the batch's tokens sees, None where each sees all; host_starts: the same on the host, by
+    row. Slots before a row's first start are never read.
+    """
+
+    entries: Tensor
+    rows: Tensor
+    lens: Tensor
+    host_rows: tuple[int, ...]
+    host_lens: tuple[int, ...]
+    page_size: int
+    starts: Tensor | None = None
+    host_starts: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def first_slots(self) -> tuple[int, ...]:
+        """First slot that is read of each row."""
+        return tuple(each[0] for each in self.host_starts) or (0,) * len(self.host_rows)
+
+    def by_query(self, counts: tuple[int, ...], own: bool = True) -> RowTable:
+        """The table with a line for each token: counts[i] tokens of row i are its last slots, and each ends its own line; or,
+        where they are not its own, each sees all of it."""
+        if all(count == 1 for count in counts):
+            return self
+        if (counts, own) not in self._by_query:
+            behind = [(count - 1 - i) * own for count in counts for i in range(count)]
+            packed = torch.tensor([*counts, *behind]).to(self.rows.device)
+            repeats, back = torch.split(packed, [len(counts), len(behind)])
+            owner = [index for index, count in enumerate(counts) for _ in range(count)]
+            self._by_query[counts, own] = replace(
+                self,
+                rows=self.rows.repeat_interleave(repeats),
+                lens=self.lens.repeat_interleave(repeats) - back.to(torch.int32),
+                host_rows=tuple(self.host_rows[index] for index in owner),
+                host_lens=tuple(self.host_lens[index] - less for index, less in zip(owner, behind, strict=True)),
+                host_starts=tuple((start,) for starts in self.host_starts for start in starts),
+            )
+        return self._by_query[counts, own]
+
+    @cached_property
+    def _by_query(self) -> dict[tuple[tuple[int, ...], bool], RowTable]:
+        return {}
+
+    def newest(self, slots: int) -> RowTable:
+        """Of rows with one token each, no more than the last `slots` slots (arXiv 2309.17453)."""
+        firsts = tuple(max(pair) for pair in zip(self.first_slots, (n - slots for n in self.host_lens), strict=True))
+        if firsts == self.first_slots:
+            return self
+        if slots not in self._newest:
+            starts = (self.lens - slots).clamp(min=0)
+            starts = starts if self.starts is None else torch.maximum(starts, self.starts)
+            self._newest[slots] = replace(self, starts=starts, host_starts=tuple((first,) for first in firsts))
+        return self._newest[slots]
+
+    @cached_property
+    def _newest(self) -> dict[int, RowTable]:
+        return {}
+
+    def visible(self, num_kv_heads: int) -> tuple[HeadTable, tuple[int, ...]]:
+        """Each row's slots from the page of its first visible one on, for one query a row, and how many slots of that page come
+        before the visible one."""
+        if num_kv_heads not in self._visible:
+            size = self.page_size
+            hidden = tuple(first % size for first in self.first_slots)
+            bounds = tuple(n - f + h for n, f, h in zip(self.host_lens, self.first_slots, hidden, strict=True))
+            entries, lens = self.entries[self.rows], self.lens
+            if self.starts is not None:
+                front = (self.starts // size).unsqueeze(1)
+                pages = torch.arange(-(-max(bounds) // size), device=entries.device)
+                entries = entries.gather(1, (front + pages).clamp(max=entries.shape[1] - 1).to(torch.int64))
+                lens = lens - (front * size).squeeze(1)
+            lens = lens.unsqueeze(1).expand(-1, num_kv_heads).contiguous()
+            self._visible[num_kv_heads] = HeadTable(entries, lens, max(bounds), bounds), hidden
+        return self._visible[num_kv_heads]
+
+    @cached_property
+    def _visible(self) -> dict[int, tuple[HeadTable, tuple[int, ...]]]:
+        return {}
+
+    def apart(self, counts: tuple[int, ...]) -> tuple[RowTable, RowTable]:
+        """The visible slots before the last counts[i] of row i, counted from the page of the first of them and wholly seen, and
+        those last ones, which are the step's own tokens."""
+        if counts not in self._apart:
+            size, lines = self.page_size, tuple(range(len(counts)))
+            fronts, hidden = (tuple(rule(first, size) for first in self.first_slots) for rule in (floordiv, mod))
+            befores = tuple(length - count for length, count in zip(self.host_lens, counts, strict=True))
+            held = tuple(before - front * size for before, front in zip(befores, fronts, strict=True))
+            starts = tuple((first,) * count for first, count in zip(hidden, counts, strict=True))
+            owns = tuple((before,) * count for before, count in zip(befores, counts, strict=True))
+            waits = not self.rows.is_cuda  # a copy from pinned memory does not wait
+            numbers = torch.tensor([*lines, *fronts, *held, *chain(*starts), *chain(*owns)], pin_memory=not waits)
+            packed = numbers.to(self.rows.device, non_blocking=not waits)
+            rows, front, lens, *both = torch.split(packed, [len(counts)] * 3 + [sum(counts)] * 2)
+            first, own = (each.to(torch.int32) for each in both)
+            pages = front.unsqueeze(1) + torch.arange(-(-max(held) // size), device=rows.device)
+            entries = self.entries[self.rows].gather(1, pages.clamp(max=self.entries.shape[1] - 1))
+            before = RowTable(entries, rows, lens.to(torch.int32), lines, held, size, first, starts)
+            self._apart[counts] = before, replace(self, starts=own, host_starts=owns)
+        return self._apart[counts]
+
+    @cached_property
+    def _apart(self) -> dict[tuple[int, ...], tuple[RowTable, RowTable]]:
+        return {}
+
+    @cached_property
+    def work(self) -> DecodePlan:
+        """Pieces of the rows for decode on a GPU, where each row has one token."""
+        from agentkv.kernels.paged_decode import bound_pieces, plan_decode
+
+        seen = sum(self.host_lens) - sum(self.first_slots)
+        return plan_decode(self.lens, self.rows, bound_pieces(len(self.host_lens), seen), self.starts)
+
+    @cached_property
+    def decode_plan(self) -> tuple[RowPages, ...]:
+        """Pages of each row for decode on the CPU."""
+        rows = zip(self.host_rows, self.host_lens, self.first_slots, strict=True)
+        return tuple(plan_row(self.entries[row], length, self.page_size, first) for row, length, first in rows)
+
+    @cached_property
+    def chunk_plan(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """(entries, offsets) int64 `[kv_len - first slot]` of each row's slots, for chunked prefill."""
+        rows = zip(self.host_rows, self.host_lens, self.first_slots, strict=True)
+        return tuple(token_slots(self.entries[row], length, self.page_size, first) for row, length, first in rows)
+
+    @cached_property
+    def chunk_starts(self) -> tuple[list[int] | None, ...]:
+        """For each row the first slot that each of its tokens sees, counted from the first of its `chunk_plan`; None: all."""
+        if self.starts is None:
+            return (None,) * len(self.host_rows)
+        return tuple([each - starts[0] for each in starts] for starts in self.host_starts)
+
+
+@dataclass(frozen=True)
+class HeadTable:
+    """Slots by row and KV head, all of which every query of the row sees: a part that lies wholly before a step's own tokens,
+    or a selection.
+
+    entries: int32 `[num_rows, num_kv_heads, max_pages]` on the device, granules, or `[num_rows, max_pages]` where heads share
+    their pages; columns past a line's length may hold anything. lens: int32 `[num_rows, num_kv_heads]` on the device, slots
+    held. max_slots: most slots of a line, known on the host; host_slots: the same by row, () where each may have the most.
+    """
+
+    entries: Tensor
+    lens: Tensor
+    max_slots: int
+    host_slots: tuple[int, ...] = ()
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """Most slots of each row's lines."""
+        return self.host_slots or (self.max_slots,) * len(self.lens)
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """int64 `[num_rows]`: the lines of `entries` in order."""
+        return torch.arange(len(self.lens), device=self.lens.device)
+
+    def by_row(self, page_size: int) -> RowTable:
+        """The same where heads share their pages and hold the same slots: those of the first head."""
+        lines = tuple(range(len(self.lens)))
+        return RowTable(self.entries, self.rows, self.lens[:, 0].contiguous(), lines, self.bounds, page_size)

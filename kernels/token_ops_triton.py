@@ -1,0 +1,138 @@
+"""Norm, rotation, gate and KV store of a step's tokens on a GPU, one launch each. In torch each is a handful of kernels, which
+a decode step waits for longer than for its bytes. Callers are `rms_norm`, `rotate`, `gate` and `store_kv`, which say what
+each computes; sums and products are float32 here, rounded where those round a norm.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# (a kernel's arguments are the language's own values)
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+WIDEST = 16384
+"""A token's norm is one program."""
+
+
+@triton.jit
+def _norm_kernel(
+    x_ptr, delta_ptr, weight_ptr, sum_ptr, y_ptr, eps, x_token, delta_token,
+    SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, ADDS: tl.constexpr,
+):  # fmt: skip
+    """One token."""
+    token = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, SIZE_PAD)
+    live = place < SIZE
+    x = tl.load(x_ptr + token * x_token + place, mask=live, other=0.0)
+    if ADDS:
+        x = (x.to(tl.float32) + tl.load(delta_ptr + token * delta_token + place, mask=live, other=0.0).to(tl.float32)).to(
+            x.dtype
+        )
+        tl.store(sum_ptr + token * SIZE + place, x, mask=live)
+    wide = x.to(tl.float32)
+    weight = tl.load(weight_ptr + place, mask=live, other=0.0)
+    normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
+    tl.store(y_ptr + token * SIZE + place, weight.to(tl.float32) * normed.to(weight.dtype).to(tl.float32), mask=live)
+
+
+@triton.jit
+def _rotate_kernel(
+    x_ptr, cos_ptr, sin_ptr, weight_ptr, y_ptr, eps, x_token,
+    HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, NORMS: tl.constexpr,
+):  # fmt: skip
+    """One head of one token."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    place = tl.arange(0, HALF_PAD)
+    live = place < HALF
+    source = x_ptr + token * x_token + head * (2 * HALF) + place
+    first_raw, second_raw = tl.load(source, mask=live, other=0.0), tl.load(source + HALF, mask=live, other=0.0)
+    first, second = first_raw.to(tl.float32), second_raw.to(tl.float32)
+    if NORMS:
+        mean = tl.sum(first * first + second * second, 0) / (2 * HALF)
+        scale = tl.rsqrt(mean + eps)
+        own = weight_ptr + head * (2 * HALF) + place
+        weight, weight_second = tl.load(own, mask=live, other=0.0), tl.load(own + HALF, mask=live, other=0.0)
+        first = weight.to(tl.float32) * (first * scale).to(weight.dtype).to(tl.float32)
+        second = weight_second.to(tl.float32) * (second * scale).to(weight.dtype).to(tl.float32)
+        first, second = first.to(first_raw.dtype).to(tl.float32), second.to(first_raw.dtype).to(tl.float32)
+    cos = tl.load(cos_ptr + token * HALF + place, mask=live, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + token * HALF + place, mask=live, other=0.0).to(tl.float32)
+    target = y_ptr + (token * HEADS + head) * (2 * HALF) + place
+    tl.store(target, first * cos - second * sin, mask=live)
+    tl.store(target + HALF, second * cos + first * sin, mask=live)
+
+
+@triton.jit
+def _gate_kernel(x_ptr, y_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """A part of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = place < SIZE
+    gated = tl.load(x_ptr + token * (2 * SIZE) + place, mask=live, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + token * (2 * SIZE) + SIZE + place, mask=live, other=0.0).to(tl.float32)
+    tl.store(y_ptr + token * SIZE + place, gated / (1 + tl.exp(-gated)) * up, mask=live)
+
+
+@triton.jit
+def _store_kernel(
+    pages_ptr, entries_ptr, offsets_ptr, k_ptr, v_ptr, page_stride, head_stride, k_token, v_token,
+    PAGE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+):  # fmt: skip
+    """One KV head of one token."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    dim = tl.arange(0, DIM_PAD)
+    live = dim < DIM
+    place = tl.load(entries_ptr + token) * page_stride + head * head_stride + tl.load(offsets_ptr + token) * DIM + dim
+    tl.store(pages_ptr + place, tl.load(k_ptr + token * k_token + head * DIM + dim, mask=live), mask=live)
+    tl.store(pages_ptr + place + PAGE * DIM, tl.load(v_ptr + token * v_token + head * DIM + dim, mask=live), mask=live)
+
+
+def serves(*tensors: Tensor) -> bool:
+    """Are these for the functions of this file? All on a GPU, none wider than float32."""
+    return all(each.is_cuda and each.dtype in (torch.float32, torch.bfloat16, torch.float16) for each in tensors)
+
+
+def norm(x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(x + delta, its norm) of x and delta `[num_tokens, size]`, last dim contiguous, size up to WIDEST; weight `[size]`."""
+    num_tokens, size = x.shape
+    y = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
+    total = x if delta is None else torch.empty_like(y)
+    given = x if delta is None else delta
+    _norm_kernel[(num_tokens,)](
+        x, given, weight, total, y, eps, x.stride(0), given.stride(0), SIZE=size, SIZE_PAD=triton.next_power_of_2(size),
+        ADDS=delta is not None, num_warps=8 if size > 2048 else 4,
+    )  # fmt: skip
+    return total, y
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Heads normed and rotated, see `rotate`. x: `[num_tokens, num_heads, head_dim]`, heads side by side; the rest dense."""
+    num_tokens, num_heads, head_dim = x.shape
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    half = head_dim // 2
+    _rotate_kernel[(num_tokens, num_heads)](
+        x, cos, sin, x if weight is None else weight, y, eps, x.stride(0),
+        HEADS=num_heads, HALF=half, HALF_PAD=triton.next_power_of_2(half), NORMS=weight is not None, num_warps=1,
+    )  # fmt: skip
+    return y
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """silu of the first half of x `[num_tokens, 2 * size]`, contiguous, times the second."""
+    num_tokens, size = x.shape[0], x.shape[1] // 2
+    y = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
+    block = min(1024, triton.next_power_of_2(size))
+    _gate_kernel[(num_tokens, triton.cdiv(size, block))](x, y, SIZE=size, BLOCK=block)
+    return y
+
+
+def put(pages: Tensor, entries: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
+    """Store keys and values, see `store_kv`. Heads of k and v side by side; page, K and V, slot and dim of pages dense."""
+    num_tokens, num_kv_heads, head_dim = k.shape
+    _store_kernel[(num_tokens, num_kv_heads)](
+        pages, entries, offsets, k, v, pages.stride(0), pages.stride(1), k.stride(0), v.stride(0),
+        PAGE=pages.shape[3], DIM=head_dim, DIM_PAD=triton.next_power_of_2(head_dim), num_warps=1,
+    )  # fmt: skip

@@ -1,0 +1,188 @@
+"""Heavy hitters: the tokens that received most attention so far stay, beside the newest (arXiv 2306.14048)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from agentkv.engine.core import SLOT
+from agentkv.engine.form import Held
+from agentkv.engine.sparse import Keep, Kept, ModelShape, Most, Needs, Plain, Read, SparseMethod, StateSpec
+from agentkv.engine.view import AttentionView, DeviceBatch, PagedKV, Part, RowMass, Selection
+from agentkv.kernels.reference import probabilities
+from agentkv.kernels.top_positions import top_positions
+from agentkv.types import Exactness
+
+if TYPE_CHECKING:
+    from agentkv.engine.sealed import SealJob
+
+_PAGE = 16
+_DEAD = -1.0
+"""The score of a token that was evicted and still lies in its slot; real scores are sums of probabilities."""
+
+
+@dataclass(frozen=True)
+class H2O(SparseMethod):
+    """By layer and KV head `heavy` tokens stay of those older than the newest `recent`: whose scores are the highest. A score
+    is the attention that a token received from every query so far, summed over the query heads of its KV head (the paper has
+    one each). Of equal scores that of the lower position stays.
+
+    heavy, recent: tokens, or both shares of the prompt (the paper's code: 0.1 each, at least one token). A share's budget
+    stands until the next prompt. eviction: "step" (the paper): as soon as there are more, one token of each head goes in each
+    decode step, at once hidden, and every `interval` steps its memory is returned; "interval": nothing goes between.
+    """
+
+    heavy: float = 0.1
+    recent: float = 0.1
+    interval: int = 128
+    eviction: Literal["step", "interval"] = "step"
+
+    family: ClassVar[str] = "eviction"
+    paper: ClassVar[str | None] = "arXiv 2306.14048"
+    evicts: ClassVar[bool] = True
+    reuse: ClassVar[Literal["radix", "chain"]] = "chain"
+    exactness: ClassVar[Exactness] = "lossy"
+    counts_on_host: ClassVar[bool] = False
+    graph_safe: ClassVar[bool] = False
+    seals_into: ClassVar[Literal["stripe", "head", "states"] | None] = "stripe"
+
+    def __post_init__(self) -> None:
+        for name, value in (("heavy", self.heavy), ("recent", self.recent)):
+            if isinstance(value, bool) or not (value >= 1 if isinstance(value, int) else 0 < value < 1):
+                raise ValueError(f"{name}={value!r}: tokens, at least 1, or a share of the prompt between 0.0 and 1.0")
+        if isinstance(self.heavy, int) is not isinstance(self.recent, int):
+            raise ValueError(f"heavy={self.heavy!r}, recent={self.recent!r}: both are tokens, or both are shares")
+        if isinstance(self.heavy, float) and self.heavy + self.recent >= 1:
+            raise ValueError(f"heavy={self.heavy}, recent={self.recent}: together they are less than 1.0")
+        if self.interval < 1:
+            raise ValueError(f"interval={self.interval}: decode steps, at least 1")
+        if self.eviction not in ("step", "interval"):
+            raise ValueError(f"eviction={self.eviction!r}: step or interval")
+
+    @property
+    def needs(self) -> Needs:
+        """The attention that each slot receives."""
+        return Needs(mass=True)
+
+    def states(self, model: ModelShape) -> tuple[StateSpec, ...]:
+        """The scores."""
+        return (StateSpec("score", "slot", "float32", "mutable", (model.num_layers, model.num_kv_heads, SLOT), "both"),)
+
+    def keep(self, held: Held) -> Keep | None:
+        """At a prompt's end, when a sequence outgrows its budget, and every `interval` steps."""
+        standing = held.slots if held.slots and not held.prompt_end else 0
+        heavy, recent = self._budget(held.tokens, standing)
+        most = heavy + recent if not held.slots else 0 if held.prompt_end else recent + self.interval - 1
+        return Keep(max(held.floor, held.tokens - recent), heavy) if held.tail > most else None
+
+    def most(self, prompt: int, tokens: int) -> Most:
+        """What `keep` leaves, and the steps until it is due again."""
+        heavy, recent = self._budget(prompt)
+        tail = recent + self.interval
+        if prompt <= heavy + recent:  # sealed when it has grown
+            heavy, recent = self._budget(tokens)
+            tail = heavy + recent + self.interval
+        return Most(min(tokens, tail), Keep(max(0, prompt - recent), min(heavy, tokens)), again=True)
+
+    def on_step_begin(self, batch: DeviceBatch) -> None:
+        """New tokens have received nothing."""
+        units, places = batch.state("score")
+        units[places.entries, :, :, places.offsets] = 0
+
+    def view(self, layer: int, selection: Selection | None, batch: DeviceBatch) -> AttentionView:
+        """Where a token may have been evicted (so there is a sealed part), the evicted ones are hidden."""
+        if batch.sealed is None or self.eviction == "interval":
+            return super().view(layer, selection, batch)
+        sealed, (units, places) = batch.sealed.part(layer), batch.state("score")
+        before, own = batch.table_of(layer).apart(batch.counts)
+        payload, tail = PagedKV(batch.pages(layer)), places.table.apart(batch.counts)[0]
+        return AttentionView(
+            (
+                replace(sealed, bias=_hiding(*batch.sealed.state("score"), layer)),
+                Part(payload, before, _hiding(units, tail.entries, layer)),
+                Part(payload, own),
+            )
+        )
+
+    def on_attention_end(
+        self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None, mass: Sequence[RowMass] | None, batch: DeviceBatch
+    ) -> None:
+        """Every slot's score grows by what it received."""
+        assert mass is not None
+        units, places = batch.state("score")
+        for index, row in enumerate(mass):
+            received = row.tail if row.sealed is None else torch.cat([row.sealed, row.tail], 1)
+            slots = 0 if batch.sealed is None else batch.sealed.host_slots[index]
+            if batch.sealed is not None and slots:
+                olds, lines = batch.sealed.state("score")
+                place = torch.arange(slots, device=received.device)
+                olds[lines[index, place // _PAGE], layer, :, place % _PAGE] += received[:, :slots].T.to(olds.dtype)
+            entries, offsets = places.table.chunk_plan[index]
+            units[entries, layer, :, offsets] += received[:, slots:].T.to(units.dtype)
+
+    def on_step_end(self, batch: DeviceBatch) -> None:
+        """In each head that holds more than its budget, the lowest score older than the recent tokens dies."""
+        if batch.prefill or batch.sealed is None or self.eviction == "interval":
+            return
+        (olds, lines), (units, places) = batch.sealed.state("score"), batch.state("score")
+        lens = torch.stack([batch.sealed.lens(layer) for layer in range(units.shape[1])], 1)
+        for index, slots in enumerate(batch.sealed.host_slots):
+            if not slots:
+                continue
+            heavy, recent = self._budget(0, slots)
+            place = torch.arange(slots, device=lens.device)
+            sealed = lines[index, place // _PAGE], place % _PAGE
+            entries, offsets = (each[: max(0, len(each) - recent)] for each in places.table.chunk_plan[index])
+            scores = torch.cat([olds[sealed[0], :, :, sealed[1]], units[entries, :, :, offsets]])
+            number = torch.arange(len(scores), device=lens.device).view(-1, 1, 1)
+            live = (scores >= 0) & ((number < lens[index]) | (number >= slots))
+            lowest = scores.masked_fill(~live, torch.inf).amin(0)
+            victim = torch.where(live & (scores == lowest), number, -1).amax(0)
+            scores = scores.masked_fill((number == victim) & (live.sum(0) > heavy), _DEAD)
+            olds[sealed[0], :, :, sealed[1]], units[entries, :, :, offsets] = scores[:slots], scores[slots:]
+
+    def seal(self, job: SealJob) -> Kept:
+        """The heavy ones among the living that are older than what stays in the tail."""
+        assert job.work.seal is not None
+        floor, scores = job.work.seal.floor, job.items("score")
+        stay = sum(max(0, end - max(start, floor)) for start, end in job.work.runs)
+        valid = torch.stack([job.candidates(layer).valid for layer in range(len(scores))])
+        older = scores.shape[2] - stay
+        scores = scores.masked_fill(~valid, _DEAD)[..., :older]
+        counts = (scores >= 0).sum(2, dtype=torch.int32).clamp(max=job.work.seal.slots)
+        chosen = top_positions(scores, min(job.work.seal.slots, older), counts=counts)
+        return Kept(chosen.to(torch.int64), counts)
+
+    def identity(self, length: int) -> Mapping[str, Any]:
+        """See SparseMethod."""
+        return {"heavy": length, "recent": length}
+
+    def reference(self, plain: Plain, layer: int) -> Read:
+        """Scores query by query, sorted in Python."""
+        q, k, v = plain.q[layer], plain.k[layer], plain.v[layer]
+        given, heavy, recent = probabilities(q, k, plain.scale, range(1, len(k) + 1)), self.heavy, self.recent
+        if isinstance(heavy, float):
+            heavy = max(1, int(heavy * len(k)))
+            recent = max(1, int(heavy * (self.recent / self.heavy)))
+        first, positions = max(0, len(k) - int(recent)), []
+        for scores in given.sum(1).view(k.shape[1], -1, len(k)).sum(1).tolist():
+            best = sorted(range(first), key=lambda at, scores=scores: (-scores[at], at))  # type: ignore[misc]
+            positions.append([*sorted(best[: int(heavy)]), *range(first, len(k))])
+        return Read(positions, *([x[seen, head] for head, seen in enumerate(positions)] for x in (k, v)))
+
+    def _budget(self, tokens: int, standing: int = 0) -> tuple[int, int]:
+        """heavy and recent for so many tokens of a prompt. standing: slots that the last prompt's seal left."""
+        if isinstance(self.heavy, int):
+            return self.heavy, int(self.recent)
+        heavy = standing or max(1, int(tokens * self.heavy))
+        return heavy, max(1, int(heavy * (self.recent / self.heavy)))
+
+
+def _hiding(units: Tensor, lines: Tensor, layer: int) -> Tensor:
+    """-inf for what is dead, else 0: `[num_rows, num_kv_heads, slots]`. lines: `[num_rows, num_units]`."""
+    scores = units[:, layer][lines.to(torch.int64)].transpose(1, 2).flatten(2)
+    return torch.zeros_like(scores).masked_fill_(scores < 0, -torch.inf)

@@ -1,0 +1,6 @@
+"""The helper of the kernels' tests, for benchmarks of kernels."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))

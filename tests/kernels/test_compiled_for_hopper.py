@@ -1,0 +1,111 @@
+"""GPU kernels compile for an H200 without one: what the interpreter lets pass and the compiler does not is found here."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the compiler is not there when interpreted")
+KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+KINDS |= {torch.uint8: "u8"}
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """A launch compiles and does not run; kernel's name -> its assembly."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.runtime.jit import JITFunction
+
+    made: dict[str, str] = {}
+
+    def run(self: Any, *given: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        options = {name: named.pop(name) for name in [*named] if name not in self.arg_names}
+        values = dict(zip(self.arg_names, given, strict=False)) | named
+        signature, constants, aligned = {}, {}, {}
+        for place, parameter in enumerate(self.params):
+            value = values.get(parameter.name, parameter.default)
+            if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+                signature[parameter.name], constants[parameter.name] = "constexpr", value
+            elif isinstance(value, torch.Tensor):
+                signature[parameter.name], aligned[(place,)] = "*" + KINDS[value.dtype], [["tt.divisibility", 16]]
+            else:
+                signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+                if isinstance(value, int) and value % 16 == 0:
+                    aligned[(place,)] = [["tt.divisibility", 16]]
+        source = ASTSource(self, signature, constants, aligned)
+        made[self.__name__] = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    return made
+
+
+def paged(num_rows: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(64, 8, 2, 16, 128, dtype=BF16), torch.zeros(num_rows, 16, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("merge", ["after", "last", "overlap"])
+def test_decode(built: dict[str, str], merge: Any) -> None:
+    from agentkv.kernels.paged_decode import paged_decode, plan_decode, tuning
+
+    pages, table = paged()
+    plan = plan_decode(torch.zeros(2, dtype=torch.int32), torch.arange(2), 10)
+    paged_decode(torch.zeros(2, 32, 128, dtype=BF16), pages, table, plan, 0.1, tuned=tuning(256)._replace(merge=merge))
+    assert "cp.async" in built["_piece_kernel"]  # tiles are on their way while others are worked on
+    assert ("atom" in built["_piece_kernel"]) == (merge == "last")
+    assert ("griddepcontrol.wait" in built["_piece_kernel"]) == (merge == "overlap")
+    assert ("_merge_kernel" in built) == (merge != "last")
+
+
+def test_prefill_over_pages(built: dict[str, str]) -> None:
+    from agentkv.kernels.paged_prefill import paged_prefill
+
+    pages, table = paged()
+    paged_prefill(torch.zeros(100, 32, 128, dtype=BF16), pages, table[0], 200, 0.1, route="pages")
+    assert "wgmma" in built["_prefill_kernel"]  # Hopper's own matrix instructions
+    assert "cp.async" in built["_prefill_kernel"]
+
+
+def test_gather_and_merge(built: dict[str, str]) -> None:
+    from agentkv.kernels.gather_pages import gather_pages
+    from agentkv.kernels.merge_parts_triton import merge_two
+
+    pages, table = paged()
+    gather_pages(pages, table[0], 100)
+    out, lse = torch.zeros(5, 32, 128, dtype=BF16), torch.zeros(5, 32)
+    merge_two((out, out), (lse, lse))
+    assert "ld.global.v4" in built["_gather_kernel"]  # 16 bytes a thread
+
+
+def test_token_ops(built: dict[str, str]) -> None:
+    from agentkv.kernels import token_ops_triton as fused
+
+    x, weight = torch.zeros(8, 2560, dtype=BF16), torch.zeros(2560, dtype=BF16)
+    fused.norm(x, weight, 1e-6, x)
+    heads, angle = torch.zeros(8, 48, 128, dtype=BF16), torch.zeros(8, 1, 64, dtype=BF16)
+    fused.turn(heads[:, :40], angle, angle, torch.zeros(40, 128, dtype=BF16), 1e-6)
+    fused.swiglu(x)
+    place = torch.zeros(8, dtype=torch.int64)
+    fused.put(paged()[0], place, place, heads[:, 32:40], heads[:, 40:])
+    assert {"_norm_kernel", "_rotate_kernel", "_gate_kernel", "_store_kernel"} <= built.keys()
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_decode_over_codes(built: dict[str, str], bits: int) -> None:
+    """8: e4m3, each slot's codes followed by its scale."""
+    from agentkv.kernels.dequant_decode_triton import paged_dequant_decode
+    from agentkv.kernels.paged_decode import plan_decode
+    from agentkv.kernels.quantized_pages import PageLayout, QuantizedPages
+
+    layout = PageLayout(8, 32, 128, dtype=torch.float32) if bits == 8 else PageLayout(8, 32, 128, bits, 32, 32)
+    pages = QuantizedPages(torch.zeros(8, layout.page_bytes, dtype=torch.uint8), layout)
+    plan = plan_decode(torch.zeros(2, dtype=torch.int32), torch.arange(2), 10)
+    q, table = torch.zeros(2, 32, 128, dtype=BF16), torch.zeros(2, 16, dtype=torch.int32)
+    paged_dequant_decode(q, pages, table, plan, 0.1, bias=torch.zeros(2, 512))
+    assert ("e4m3" in built["_piece_kernel"]) == (bits == 8)
