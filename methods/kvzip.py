@@ -102,11 +102,10 @@ class KVzip(SparseMethod):
             return Most(tokens, Keep(0, 0))
         return Most(tokens - prompt, self._kept(prompt, prompt, self._share(prompt)), again=True)
 
-    @property
-    def replay_most(self) -> int:
+    def replay_most(self, prompt: int) -> int:
         """The longer instruction and a chunk."""
         asked = max(len(self.prefix), len(self.prefix_later) + self.lead_in)
-        return 0 if self.keep_ratio == 1 else asked + len(self.suffix) + self.chunk
+        return 0 if self.keep_ratio == 1 else asked + len(self.suffix) + min(prompt, self.chunk)
 
     def replay(self, held: Held, token_ids: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """One run for each chunk of what has no score yet."""
