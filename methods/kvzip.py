@@ -211,7 +211,7 @@ class KVzip(SparseMethod):
 
     def _share(self, count: int) -> int:
         """So many of `count` stay: what is removed is rounded down, but for the last bits of a float."""
-        return ceil(count * self.keep_ratio - 1e-6)
+        return max(1, ceil(count * self.keep_ratio - 1e-6))
 
     def _sinks(self, layer: int, batch: DeviceBatch, index: int, firsts: Tensor) -> tuple[Tensor, Tensor | None]:
         """Keys of the first tokens, and how many each head holds; firsts: those that lie in the tail before the chunk."""
