@@ -191,10 +191,13 @@ def _methods(given: Iterable[str | SparseMethod]) -> dict[str, SparseMethod]:
     """By what sessions call them: as they were written, instances by their class. BadRequest for a name that two have."""
     served: dict[str, SparseMethod] = {}
     for each in given:
+        if not isinstance(each, str | SparseMethod):
+            raise BadRequest(f"method {each!r}: a name, 'name:option=value' or an instance", param="methods")
         name = each if isinstance(each, str) else type(each).__name__.lower()
         if name in served:
             raise BadRequest(f"two methods are called {name!r}", hint="Write options: name:option=value", param="methods")
         served[name] = known.parse(each) if isinstance(each, str) else each
+        known.check_types(served[name])
     return served
 
 

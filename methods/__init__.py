@@ -5,7 +5,9 @@ from __future__ import annotations
 from ast import literal_eval
 from dataclasses import fields
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+import msgspec
 
 from agentkv.errors import BadRequest, UnknownOption
 
@@ -82,6 +84,24 @@ def configured(kind: type[SparseMethod], name: str, **options: Any) -> SparseMet
         hint = f"Known: {', '.join(known)}" if known else f"{name} has no options"
         raise UnknownOption(f"method {name!r} has no option {unknown[0]!r}", hint=hint, param=unknown[0])
     try:
-        return kind(**options)
+        return kind(**{key: _typed(kind, name, key, value) for key, value in options.items()})
     except (TypeError, ValueError) as error:
         raise BadRequest(f"method {name!r}: {error}", param="method") from None
+
+
+def check_types(method: SparseMethod) -> None:
+    """BadRequest where an instance has an option of another type than it declares."""
+    for each in fields(method):
+        _typed(type(method), type(method).__name__, each.name, getattr(method, each.name))
+
+
+def _typed(kind: type[SparseMethod], name: str, option: str, value: Any) -> Any:
+    """The value, if it is of the option's type (a whole number is a float, too); a list as a tuple."""
+    value = tuple(value) if isinstance(value, list) else value
+    try:
+        msgspec.convert(value, get_type_hints(kind)[option], strict=True)
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"method {name!r}: {option}={value!r}: {error}", param=option) from None
+    except (TypeError, NameError):
+        pass  # a type that is no plain data: the class checks it itself
+    return value

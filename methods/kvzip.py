@@ -102,11 +102,10 @@ class KVzip(SparseMethod):
             return Most(tokens, Keep(0, 0))
         return Most(tokens - prompt, self._kept(prompt, prompt, self._share(prompt)), again=True)
 
-    @property
-    def replay_most(self) -> int:
+    def replay_most(self, prompt: int) -> int:
         """The longer instruction and a chunk."""
         asked = max(len(self.prefix), len(self.prefix_later) + self.lead_in)
-        return 0 if self.keep_ratio == 1 else asked + len(self.suffix) + self.chunk
+        return 0 if self.keep_ratio == 1 else asked + len(self.suffix) + min(prompt, self.chunk)
 
     def replay(self, held: Held, token_ids: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """One run for each chunk of what has no score yet."""
@@ -212,7 +211,7 @@ class KVzip(SparseMethod):
 
     def _share(self, count: int) -> int:
         """So many of `count` stay: what is removed is rounded down, but for the last bits of a float."""
-        return ceil(count * self.keep_ratio - 1e-6)
+        return max(1, ceil(count * self.keep_ratio - 1e-6))
 
     def _sinks(self, layer: int, batch: DeviceBatch, index: int, firsts: Tensor) -> tuple[Tensor, Tensor | None]:
         """Keys of the first tokens, and how many each head holds; firsts: those that lie in the tail before the chunk."""

@@ -160,10 +160,11 @@ it freed and the re-reads, both a task. Needed results lie up to 9 results back,
 VIEW = """
 ## What it costs when a needed result is gone
 
-All lags together, the same seeds at each. *Gone*: `prune_after` is at most the number of results between the one that is
-needed and its use. With edges *gone* means all but the edges: tasks whose fact stands in the edges are still solved. In `again`
-and `update` the model may read a thing again; with `prune_after` 0 that is gone too before it can be used, and where edges are
-left it sometimes answers from them instead.
+All lags together, the same seeds at each (so intervals are somewhat too narrow). *Gone*: `prune_after` is at most the number
+of results between the one that is needed and its use. With edges *gone* means all but the edges: tasks whose fact stands in
+the edges are still solved. In `again` and `update` the model may read a thing again; with `prune_after` 0 that is gone too
+before it can be used, which leaves a guess among names that the listing repeats, and where edges are left it sometimes
+answers from them instead.
 
 | family | pruning | solved, in view | solved, gone |
 |---|---|---|---|
@@ -174,7 +175,7 @@ CONTROL = """
 Once with `rebuild`, own cells with more seeds. Where the result is gone when it is needed, at most {gone} may be solved; where
 it is in view, at least {kept}, 3 points below no pruning ({none}). The shares are held to the bounds, their intervals stand by.
 `in_place drop` is beside it without a bound, from the seeds of the study: later KV, computed with the body in view, might carry
-the fact. *all* are the lags together, the same seeds at each.
+the fact. *all* are the lags together, the same seeds at each: their intervals take these for independent and are too narrow.
 
 | prune_after | rebuild, gone | rebuild, in view | bounds | in_place drop, gone | in_place drop, in view |
 |---|---|---|---|---|---|

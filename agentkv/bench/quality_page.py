@@ -102,7 +102,7 @@ def markdown(made: dict[str, Any]) -> str:
         parts.append("|---" * (len(BUDGETS) + 2) + "|\n")
         for column in _in_order(rows[kind]):
             cells = (rows[kind][column].get(key) for key in (*map(str, sorted(BUDGETS)), "all"))
-            parts.append(_line(f"`{column}`", *("" if cell is None else shown(cell) for cell in cells)))
+            parts.append(_line(f"`{column}`", *("" if cell is None else _cell(cell, n) for cell in cells)))
     parts += _twice(rows)
     parts.append(f"\n### Bounds\n\n{_line('kind', 'method', 'budget', 'right', 'bound', '')}{'|---' * 6}|\n")
     parts += _bounds(made["bounds"])
@@ -117,6 +117,11 @@ def _bounds(found: Iterable[dict[str, Any]]) -> Iterable[str]:
         budget = "-" if one["budget"] == "all" else f"{int(one['budget']):,}"
         met = "met" if one["met"] else "NOT met"
         yield _line(one["kind"], f"`{one['column']}`", budget, percent(one["success"]), limit, met)
+
+
+def _cell(row: dict[str, Any], n: int) -> str:
+    """The share, and how many sessions where they are fewer than elsewhere."""
+    return shown(row) + (f", n = {row['n']}" if row["n"] < n else "")
 
 
 def _twice(rows: Rows) -> Iterable[str]:
@@ -166,7 +171,8 @@ def write(made: dict[str, Any], page: Path) -> None:
 HEAD = """
 Whole answers of `micro` by method and budget: four tool results of three-letter names with four-digit values and near misses,
 {low:,} to {high:,} tokens, then four questions, a turn each, about one record of each result. An answer is right if it is the
-value and nothing else. {n} sessions of evaluation seeds, greedy; 95 % intervals (Wilson). A budget is in tokens of a head: what
+value and nothing else. {n} sessions of evaluation seeds unless a cell says fewer, greedy; an empty cell was not played; 95 %
+intervals (Wilson). A budget is in tokens of a head: what
 stays, or what a decode step reads. A token is a byte here, so windows and pools of scores span few words. Measured on {device},
 {date}, by `agentkv bench quality --out FOLDER --doc docs/methods.md`; the figures are in bench/quality.json.
 """

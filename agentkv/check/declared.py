@@ -147,7 +147,7 @@ def reuse(case: Case) -> str:
     later = case.plain(1, 2)[1]
     known = LENGTH + NEW - 1
     require(later.cached == known, f"a later turn found {later.cached} of the {known} tokens that its history had forwarded")
-    own = later.prefilled == MORE + 1 or case.method.replay_most > 0
+    own = later.prefilled == MORE + 1 or case.method.replay_most(MORE) > 0
     require(own, f"a later turn of {MORE + 1} new tokens prefilled {later.prefilled}")
     scene, ids = case.scene(), case.ids(1)
     scene.turn(ids, "a")

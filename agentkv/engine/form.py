@@ -49,6 +49,11 @@ class Bound(NamedTuple):
     units: tuple[int, ...]
 
 
+def _none(prompt: int) -> int:
+    """Nothing is replayed."""
+    return 0
+
+
 @dataclass(frozen=True, slots=True)
 class Form:
     """groups: those that every token enters; sealed: those that seals write; mutable: groups (of either) whose units are
@@ -61,8 +66,8 @@ class Form:
 
     All are pure functions: seal(held): the seal that is due, or None. bound(prompt, tokens): the most that is held after the
     seal of a prompt of so many tokens until there are `tokens`. replay(held, token_ids): runs of tokens that are forwarded
-    behind the prompt before its seal, each for itself, their KV taken back; replay_most: most tokens of one. looks_back: so
-    many of a prompt's newest queries are kept with its row for the seal.
+    behind the prompt before its seal, each for itself, their KV taken back; replay_most(prompt): most tokens of one.
+    looks_back: so many of a prompt's newest queries are kept with its row for the seal.
     """
 
     groups: tuple[int, ...]
@@ -79,7 +84,7 @@ class Form:
     seal: Callable[[Held], Seal | None] | None = None
     bound: Callable[[int, int], Bound] | None = None
     replay: Callable[[Held, Sequence[int]], tuple[tuple[int, ...], ...]] | None = None
-    replay_most: int = 0
+    replay_most: Callable[[int], int] = _none
     looks_back: int = 0
 
     @property

@@ -79,8 +79,8 @@ def widths(groups: Sequence[Group], forms: Sequence[Form], config: EngineConfig)
         if form.bound is not None:
             long, short = (form.bound(prompt, config.window).units for prompt in (config.window, 1))
             found.update((index, max(pair)) for index, *pair in zip(form.sealed, long, short, strict=True))
-        if form.replay_most:
-            more = config.window + form.replay_most
+        if form.replay is not None:
+            more = config.window + form.replay_most(config.window)
             found.update({index: -(-more // groups[index].page_size) for index in form.groups})
     return {index: max(1, width) for index, width in found.items()}
 
@@ -126,7 +126,7 @@ def _serve(
         stays=frozenset(sealed[name] for name, spec in specs.items() if name in sealed and spec.scope == "page"),
         seal=seal,
         bound=bound,
-        replay=method.replay if method.replay_most else None,
+        replay=method.replay if method.replay_most(shape.page_size) else None,
         replay_most=method.replay_most,
         looks_back=method.needs.query_window,
     )

@@ -281,7 +281,7 @@ def _sealing_cost(pools: KVPools, form: Form, state: KVState | None, edits: Sequ
                 most = max(most, (start + len(holding.units)) * bool(edits))
         elif pool.group in form.groups:
             forecast = _Forecast(pool, holding, state)
-            forecast.play(edits, prompt + form.replay_most if unsealed else 0)
+            forecast.play(edits, prompt + form.replay_most(prompt) if unsealed else 0)
             start = forecast.start  # a tail begins and ends inside a page
             most = max(start + forecast.peak, pool.pages(bound.tail) + 2)
         else:

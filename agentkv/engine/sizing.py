@@ -167,7 +167,7 @@ def _held_bytes(loaded: LoadedModel, config: EngineConfig, method: SparseMethod,
     """Most bytes that a sequence of so many tokens holds while its prompt is read and sealed."""
     groups, (served,) = serve(loaded, config, (method,))
     form = served.form
-    reached = {index: _reach(groups[index], config, length + form.replay_most) for index in form.groups}
+    reached = {index: _reach(groups[index], config, length + form.replay_most(length)) for index in form.groups}
     units = {index: -(-reach // groups[index].page_size) for index, reach in reached.items()}
     if form.bound is not None:  # a tail begins and ends inside a page
         bound = form.bound(length, length)

@@ -215,9 +215,8 @@ class SparseMethod:
         `keep` is."""
         raise NotImplementedError
 
-    @property
-    def replay_most(self) -> int:
-        """Most tokens of one run of `replay`; 0 for a method that replays nothing."""
+    def replay_most(self, prompt: int) -> int:
+        """Most tokens of one run of `replay` behind a prompt of so many logical tokens; 0 for a method that replays nothing."""
         return 0
 
     def replay(self, held: Held, token_ids: Sequence[int]) -> tuple[tuple[int, ...], ...]:

@@ -244,11 +244,13 @@ class EngineWorker:
         for ticket in self._tickets.values():
             ticket.seq.fault = EngineFault(f"the engine failed: {type(error).__name__}: {error}")
             ticket.seq.fault.__cause__ = error
-            self.llm.abort(ticket.seq)
         self._end_all()
 
     def _end_all(self) -> None:
         for ticket in self._tickets.values():
-            self.llm.abort(ticket.seq)
+            try:
+                self.llm.abort(ticket.seq)
+            except Exception:  # its accounts are broken already; the others must hear of it
+                log.exception("sequence %d could not be ended cleanly", ticket.seq.seq_id)
             ticket.outputs.put(None)
         self._tickets.clear()

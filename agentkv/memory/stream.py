@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Self
@@ -33,8 +34,12 @@ class TurnStream:
             self._running.abandon()
 
     def __del__(self) -> None:
-        if self._running is not None and not sys.is_finalizing():  # entered and forgotten: the session must not stay busy
-            self._running.abandon()
+        running = self._running
+        if running is None or running.over or sys.is_finalizing():
+            return
+        # Entered and forgotten: the session must not stay busy. The collector may run on any thread, the engine's own included,
+        # which must not wait for a lock that somebody holds who waits for the engine.
+        threading.Thread(target=running.abandon, name="agentkv-forgotten-stream", daemon=True).start()
 
     def __iter__(self) -> Iterator[Event]:
         return self

@@ -46,7 +46,7 @@ class RunningTurn:
         self._generation: Generation | None = None
         self._rendered = Rendered(ids=[], pieces=())
         self._timer: threading.Timer | None = None
-        self._cancelled = False
+        self._cancelled = self._abandoned = False
         self._timed_out = False
         self._decided = False  # too late to cancel
         self._started = threading.Event()  # the engine has it, or it failed to start
@@ -274,13 +274,19 @@ class RunningTurn:
             logprobs=parsed.logprobs,
         )
 
+    @property
+    def over(self) -> bool:
+        """Is it committed or given up?"""
+        return self.turn is not None or self._abandoned
+
     def abandon(self) -> None:
         """Roll the turn back: the chain stands at its last boundary, what was added stays pending. Nothing once committed."""
         branch = self._branch
         if self._timer is not None:
             self._timer.cancel()
-        if self.turn is not None:
+        if self.over:
             return
+        self._abandoned = True
         with self._guard:
             self._cancelled = True
         if self._generation is not None:

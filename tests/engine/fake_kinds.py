@@ -105,7 +105,7 @@ class Kind:
             seal=seal if seals else None,
             bound=bound if seals else None,
             replay=(lambda held, token_ids: self.replay(token_ids)) if self.marks == "replays" else None,
-            replay_most=3 if self.marks == "replays" else 0,
+            replay_most=lambda prompt: 3 if self.marks == "replays" else 0,
         )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -158,3 +160,42 @@ def test_a_temperature_near_zero_is_greedy(runtime: Runtime) -> None:
 def test_a_runtime_of_wrong_types_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(BadRequest):
         Runtime("micro", db=None, **options)
+
+
+def test_a_forgotten_stream_may_be_collected_on_the_engines_thread() -> None:
+    """The collector runs where it likes; there it must not wait for a session that waits for the engine."""
+    with Runtime("micro", db=None, memory="64MiB", step_timeout=60) as runtime, runtime.session() as session:
+        session.add_user("hi")
+        session.generate(max_tokens=4)
+
+        def forget() -> None:
+            session.add_user("q")
+            stream = session.stream(max_tokens=50)
+            stream.__enter__()
+            next(stream)
+            cycle: list[Any] = [stream]
+            cycle.append(cycle)
+
+        fork = runtime._engine.worker.llm.fork
+
+        def collecting(*given: Any) -> None:
+            gc.collect()
+            fork(*given)
+
+        gc.disable()
+        try:
+            forget()
+            runtime._engine.worker.llm.fork = collecting  # type: ignore[method-assign]
+            verb = threading.Thread(target=lambda: session.fork().close(), daemon=True)
+            verb.start()
+            verb.join(20)
+            assert not verb.is_alive()
+        finally:
+            gc.enable()
+        assert runtime.trouble() is None
+        for _ in range(500):  # it is given back in a thread of its own
+            if not session.running:
+                break
+            time.sleep(0.01)
+        session.generate(max_tokens=4)
+        runtime.check()

@@ -102,3 +102,42 @@ def test_options_that_are_none() -> None:
         methods.parse("dense:budget")
     with pytest.raises(UnknownOption, match="budget"):
         methods.parse("dense:budget=(1, 2),other=x")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "streamingllm:recent=92.5",
+        "kivi:bits=4.0",
+        "snapkv:reduce_first=maybe",
+        "snapkv:capacity=abc",
+        "kvzip:keep_ratio=True",
+        "omnikv:observers=(0.5,)",
+    ],
+)
+def test_an_option_of_another_type_is_refused_by_its_name(text: str) -> None:
+    option, value = text.partition(":")[2].split("=", 1)
+    with pytest.raises(BadRequest, match=f"{option}=.*{value.strip('()').rstrip(',')}") as caught:
+        methods.parse(text)
+    assert caught.value.param == option
+
+
+def test_instances_are_looked_at_too() -> None:
+    with pytest.raises(BadRequest, match=r"count=2\.5"):
+        Runtime("micro", db=None, method=First(2.5))  # type: ignore[arg-type]
+    for none in (None, 5, First):
+        with pytest.raises(BadRequest, match="an instance"):
+            Runtime("micro", db=None, method=none)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "text", ["h2o:heavy=48,recent=48", "h2o:heavy=0.2,recent=0.2", "omnikv:observers=[0, 2]", "kvzip:keep_ratio=1"]
+)
+def test_whole_numbers_and_lists_are_fine(text: str) -> None:
+    assert methods.parse(text).fingerprint
+
+
+def test_a_ratio_of_next_to_nothing_keeps_a_token() -> None:
+    with Runtime("micro", db=None, memory="64MiB", method="kvzip:keep_ratio=1e-9") as runtime, runtime.session() as session:
+        assert said(session)
+        runtime.check()

@@ -211,7 +211,7 @@ def test_lengths() -> None:
     kept = shared.keep(Held(150, 100, 50, 30, True))
     assert kept is not None
     assert (kept.floor, kept.slots) == (150, 45)
-    assert method.replay_most == max(map(len, method.replay(Held(25, 0, 25, 0, True), range(25))))
+    assert method.replay_most(25) == max(map(len, method.replay(Held(25, 0, 25, 0, True), range(25))))
     assert KVzip(prefix=[1, 2]).prefix == (1, 2)  # type: ignore[arg-type]
 
 

@@ -303,7 +303,8 @@ def test_a_replay_leaves_no_trace(loaded: Any) -> None:
 def test_replays_are_given_room_behind_a_full_window(loaded: Any) -> None:
     @dataclass(frozen=True)
     class Replaying(Toy):
-        replay_most: Any = 20
+        def replay_most(self, prompt: int) -> int:
+            return 20
 
         def replay(self, held: Held, token_ids: Sequence[int]) -> tuple[tuple[int, ...], ...]:
             return (tuple(token_ids[:20]),)
