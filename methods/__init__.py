@@ -5,7 +5,7 @@ from __future__ import annotations
 from ast import literal_eval
 from dataclasses import fields
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -99,7 +99,10 @@ def _typed(kind: type[SparseMethod], name: str, option: str, value: Any) -> Any:
     """The value, if it is of the option's type (a whole number is a float, too); a list as a tuple."""
     value = tuple(value) if isinstance(value, list) else value
     try:
-        msgspec.convert(value, get_type_hints(kind)[option], strict=True)
+        wanted = get_type_hints(kind)[option]
+        if get_origin(wanted) is Literal:  # one of some values: the class says it better
+            return next((each for each in get_args(wanted) if each == value), value)
+        msgspec.convert(value, wanted, strict=True)
     except msgspec.ValidationError as error:
         raise BadRequest(f"method {name!r}: {option}={value!r}: {error}", param=option) from None
     except (TypeError, NameError):

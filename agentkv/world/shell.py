@@ -148,7 +148,7 @@ def _limit(pid: int) -> None:
         import resource
 
         # From outside, because code between fork and exec is unsafe with threads.
-        resource.prlimit(pid, resource.RLIMIT_CPU, (int(SECONDS), int(SECONDS) + 1))
+        resource.prlimit(pid, resource.RLIMIT_CPU, (max(1, int(SECONDS)), int(SECONDS) + 2))
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (64, 64))
     except (ImportError, AttributeError, OSError):

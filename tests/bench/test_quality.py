@@ -202,13 +202,17 @@ def small_study(folder: Path, names: str, budget: str, workers: int = 1) -> dict
     return quality_page.report(folder)
 
 
-def test_micro_reads_by_pages_what_it_reads_densely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_seeds_of_each_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fifth of the length, and a third of that as the budget."""
     monkeypatch.setattr(retrieval, "BODY", 250)
-    made = small_study(tmp_path, "dense,quest", "512")
+    names = "dense,quest,omnikv,kvzip,kivi,fp8_kv,snapkv,streamingllm,h2o,adakv"
+    made = small_study(tmp_path, names, "512")
     assert made["tokens"][0] > 3 * 512
-    for kind in retrieval.KINDS:
-        assert made["rows"][kind]["dense"]["all"]["solved"] == made["rows"][kind]["quest"]["512"]["solved"] == 2
+    for kind, columns in made["rows"].items():
+        solved = {column: next(iter(by_budget.values()))["solved"] for column, by_budget in columns.items()}
+        assert set(names.split(",")) <= {column.split("-")[0] for column in solved}
+        assert all(solved[column] == 2 for column in ("dense", "quest", "omnikv", "kvzip", "fp8_kv")), (kind, solved)
+        assert kind != "multi" or solved["streamingllm"] == 0
 
 
 @pytest.mark.slow

@@ -108,7 +108,7 @@ def test_options_that_are_none() -> None:
     "text",
     [
         "streamingllm:recent=92.5",
-        "kivi:bits=4.0",
+        "kivi:group=32.0",
         "snapkv:reduce_first=maybe",
         "snapkv:capacity=abc",
         "kvzip:keep_ratio=True",
