@@ -130,8 +130,8 @@ class PagedOracle:
         prompt: int = 0,
     ) -> Cost:
         """See MemoryOracle. Exact for full groups, up to the copy of a shared last page, which is always counted."""
-        said = state.form if state is not None else self.pools.forms[form]
-        return cost(self.pools, self.step_tokens, state, edits, length, shared_until=shared_until, form=said, prompt=prompt)
+        fresh = self.pools.forms[form]
+        return cost(self.pools, self.step_tokens, state, edits, length, shared_until=shared_until, form=fresh, prompt=prompt)
 
     def fits(self, units: Units) -> bool:
         """See MemoryOracle."""
@@ -237,8 +237,9 @@ def cost(
     form: Form | None = None,
     prompt: int = 0,
 ) -> Cost:
-    """See `MemoryOracle.cost`. step_tokens: most tokens of a sequence in one step. form: None is the first."""
-    form = form or (state.form if state is not None else pools.forms[0])
+    """See `MemoryOracle.cost`. step_tokens: most tokens of a sequence in one step. form: where there is no state yet, None is
+    the first."""
+    form = state.form if state is not None else form or pools.forms[0]
     if form.bound is not None:
         return _sealing_cost(pools, form, state, edits, form.bound(prompt or length, length), prompt or length)
     costs = []
