@@ -85,6 +85,11 @@ class KVzip(SparseMethod):
         """What attention divided by, where the scores are of the same softmax."""
         return Needs(lse=self.softmax == "all")
 
+    def unserved(self, model: ModelShape) -> str | None:
+        """The instruction's ids must be among the model's tokens."""
+        most = max((*self.prefix, *self.prefix_later, *self.suffix), default=-1)
+        return f"token id {most} is none of its {model.vocab_size}" if most >= model.vocab_size else super().unserved(model)
+
     def states(self, model: ModelShape) -> tuple[StateSpec, ...]:
         """The scores."""
         return (StateSpec("score", "slot", "float32", "mutable", (model.num_layers, model.num_kv_heads, SLOT), "both"),)

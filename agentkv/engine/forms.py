@@ -48,6 +48,7 @@ def model_shape(loaded: LoadedModel, page_size: int) -> ModelShape:
         scale=c.attention_scale or c.head_dim**-0.5,
         windowed=any(window is not None for window in c.sliding),
         fingerprint=loaded.fingerprint,
+        vocab_size=c.vocab_size,
     )
 
 

@@ -17,6 +17,8 @@ from agentkv.types import Exactness
 if TYPE_CHECKING:
     from agentkv.engine.sealed import SealJob
 
+_WIDEST = 1025  # scores around one; a pool takes time by its width
+
 
 @dataclass(frozen=True)
 class Observing(SparseMethod):
@@ -48,8 +50,8 @@ class Observing(SparseMethod):
             raise ValueError(f"window={self.window}: give 1 or more")
         if self.capacity <= self.window:
             raise ValueError(f"capacity={self.capacity}: give more than window={self.window}, which it includes")
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise ValueError(f"kernel={self.kernel}: give an odd number of 1 or more")
+        if not 1 <= self.kernel <= _WIDEST or self.kernel % 2 == 0:
+            raise ValueError(f"kernel={self.kernel}: give an odd number of 1 to {_WIDEST}")
         self.check_words(pool=("avg", "max"), reduce=("mean", "max"))
 
     def check_words(self, **known: tuple[str, str]) -> None:

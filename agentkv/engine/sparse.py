@@ -41,6 +41,7 @@ class ModelShape:
     scale: float
     windowed: bool = False
     fingerprint: str = ""
+    vocab_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 from agentkv import methods
 from agentkv.engine.core import Edit
 from agentkv.engine.form import Held
+from agentkv.engine.forms import model_shape
 from agentkv.engine.loader import LoadedModel, load_model
 from agentkv.engine.sparse import Plain
 from agentkv.errors import BadRequest
@@ -232,6 +233,13 @@ def test_lengths() -> None:
 def test_what_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(BadRequest, match=next(iter(options))):
         methods.get("kvzip", **options)
+
+
+def test_an_instruction_of_unknown_tokens_is_refused(loaded: LoadedModel) -> None:
+    shape = model_shape(loaded, 16)
+    method = methods.get("kvzip", prefix=[1], suffix=[loaded.config.vocab_size])
+    assert method.unserved(shape) == f"token id {loaded.config.vocab_size} is none of its {loaded.config.vocab_size}"
+    assert methods.get("kvzip", prefix=[loaded.config.vocab_size - 1]).unserved(shape) is None
 
 
 def settings_of(folder: Path, family: str) -> tuple[list[int], list[int], list[int]]:

@@ -124,6 +124,7 @@ def test_the_host_promises_what_comes(name: str, turns: list[tuple[int, int]]) -
         ({"window": 0}, "window=0"),
         ({"capacity": 32}, "capacity=32: give more than window=32"),
         ({"kernel": 4}, "kernel=4: give an odd"),
+        ({"kernel": 1027}, "kernel=1027: give an odd number of 1 to 1025"),
         ({"pool": "sum"}, "pool='sum'"),
         ({"reduce": "sum"}, "reduce='sum'"),
     ],
