@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -15,15 +16,13 @@ from torch import Tensor
 from agentkv import methods
 from agentkv.bench.device_times import Work, graph_of, host_time, synchronize, times
 from agentkv.bench.gpu_rows import Measured, Rig, Row
+from agentkv.bench.injected import Injected, inject
 from agentkv.bench.shapes import draw_model
-from agentkv.engine.core import GRANULE, Batch, EngineConfig, RowWork
+from agentkv.bench.step_bytes import StepBytes, step_bytes
 from agentkv.engine.loader import LoadedModel
-from agentkv.engine.runner import ModelRunner
-from agentkv.engine.work import TableUpdate
-from agentkv.types import Sampling
+from agentkv.engine.sparse import SparseMethod
 
 MODEL = "qwen3-4b"
-PAGE = 16
 
 
 def step_rows() -> Iterator[Row]:
@@ -32,86 +31,120 @@ def step_rows() -> Iterator[Row]:
     yield Row(f"dense decode step, {MODEL}, 1x32K", "x the bytes' time", 1.5, _measure(1, 32_768), at_most=True)
 
 
-def drawn_runner(loaded: LoadedModel, num_rows: int, length: int) -> ModelRunner:
-    """The engine's device side with room for `length` tokens in each row, pages in random order, contents drawn."""
-    pages = -(-length // PAGE)
-    (group,) = loaded.groups(PAGE)
-    config = EngineConfig(num_rows * pages * group.stripe_bytes, length + PAGE, page_size=PAGE, max_rows=num_rows)
-    runner = ModelRunner(loaded, config, methods.get("dense"))
-    generator = torch.Generator(loaded.device).manual_seed(0)
-    runner.pages.arena.view(loaded.dtype).normal_(generator=generator)
-    order = torch.randperm(num_rows * pages, generator=generator, device=loaded.device) * (group.stripe_bytes // GRANULE)
-    units = [each.tolist() for each in torch.split(order, pages)]
-    runner.pages.update_tables([TableUpdate(row, 0, mine, 0) for row, mine in enumerate(units)])
-    return runner
-
-
 class Step:
-    """A decode step of `num_rows` rows, each of which holds `length` tokens with the new one."""
+    """A decode step of rows that are there already."""
 
-    def __init__(self, loaded: LoadedModel, num_rows: int, length: int) -> None:
-        self.runner = drawn_runner(loaded, num_rows, length)
-        works = [RowWork(row, [row + 1], length - 1, length - 1, True, Sampling(), 0, 1) for row in range(num_rows)]
-        self.batch = Batch(works)
-        self.bytes = loaded.weight_bytes + num_rows * length * self.runner.groups[0].token_bytes
+    def __init__(self, injected: Injected) -> None:
+        self.runner, self.batch = injected.runner, injected.batch
 
     def eager(self) -> list[int | None]:
         """As the engine runs it: the step's integers go to the device, its tokens come back."""
         return self.runner.execute(self.batch)
 
-    def device_work(self) -> tuple[Work, Callable[[], list[int]]]:
-        """(the step's device side alone, what it drew): everything between the copy to the device and the copy back, the work
-        list of the attention included. A step that was prepared for it is run once, so that what it caches is made inside."""
+    def device_work(self, *, warm: bool = False) -> tuple[Work, Callable[[], list[int]]]:
+        """(the step's device side alone, what it drew): everything between the copy to the device and the copy back. The second
+        run is the one to capture: it has a prepared step of its own, so that work lists are made inside. warm: it has the
+        first run's, so lists that a step makes on the host are there, and work lists do not count."""
         runner, drawn = self.runner, list[Tensor]()
 
         @torch.inference_mode()
         def work() -> None:
-            step = prepared.pop() if prepared else runner.prepare(self.batch)
+            step = prepared[min(len(used), len(prepared) - 1)]
+            for batch in step.batches:
+                batch.scratch.clear()
             hidden = runner.forward(step)
             drawn[:] = [runner.loaded.model.logits(hidden[step.ends]).argmax(dim=-1)]
             used.append(step)  # its tensors are read by every replay
 
         used: list[Any] = []
         with torch.inference_mode():
-            prepared = [runner.prepare(self.batch) for _ in range(2)]  # for the run before a capture, and for the capture
+            prepared = [runner.prepare(self.batch) for _ in range(1 if warm else 2)]
         return work, lambda: drawn[0].tolist()
+
+
+@dataclass
+class StepTimes:
+    """us: of each repeat, by `how`: "graph", "graph of a warm step" or "eager". bytes: what the step must read. kernels: see
+    `kernel_times`."""
+
+    us: list[float]
+    how: str
+    bytes: StepBytes
+    num_rows: int
+    eager_us: list[float]
+    same_tokens: bool | None
+    why_no_graph: str | None
+    kernels: dict[str, Any]
+
+    def told(self, rig: Rig) -> dict[str, Any]:
+        """For the JSON, beside the bytes' time at the copy rate of the run."""
+        bound = self.bytes.total / rig.copy / 1e6
+        return {
+            "us": self.us,
+            "median_us": median(self.us),
+            "how": self.how,
+            "bytes": self.bytes._asdict(),
+            "bytes_us": bound,
+            "x_bytes": median(self.us) / bound,
+            "tokens_per_s": self.num_rows / median(self.us) * 1e6,
+            "eager_us": self.eager_us,
+            "eager_median_us": median(self.eager_us),
+            "same_tokens_as_eager": self.same_tokens,
+            "kernels": self.kernels,
+        } | ({} if self.why_no_graph is None else {"why_no_graph": self.why_no_graph})
+
+
+def time_step(injected: Injected, rig: Rig) -> StepTimes:
+    """The step of these rows, out of a graph where it can be captured; by kernel where the time goes."""
+    step = Step(injected)
+    for _ in range(2):
+        tokens = step.eager()
+    eager = [host_time(step.eager, rig.device) for _ in range(max(3, rig.repeats // 4))]
+    us, how, replay, same, why = eager, "eager", step.eager, None, None
+    for warm in (False, True):
+        try:
+            work, drawn = step.device_work(warm=warm)
+            replay = graph_of(work, rig.device)
+            replay()
+            same = drawn() == tokens
+            us, how = times(replay, rig.device, rig.repeats), "graph of a warm step" if warm else "graph"
+            break
+        except RuntimeError as error:  # an operation that waits for the device, or copies from its host, cannot be captured
+            replay, why = step.eager, (why or "") + str(error)[:300] + ". "
+    return StepTimes(us, how, step_bytes(injected), len(step.batch.rows), eager, same, why, kernel_times(replay, rig.device))
+
+
+def row_step(
+    rig: Rig, method: SparseMethod | Sequence[SparseMethod], lengths: Sequence[int], forms: Sequence[int] = ()
+) -> StepTimes:
+    """The decode step of such rows of the row's model; what it took of the device is given back."""
+    injected = inject(row_model(rig), method, lengths, forms=forms)
+    try:
+        return time_step(injected, rig)
+    finally:
+        del injected
+        rig.free()
+
+
+def row_model(rig: Rig) -> LoadedModel:
+    """The model of whole-model rows, drawn."""
+    dtype = torch.bfloat16 if rig.device.type == "cuda" else torch.float32
+    return draw_model("tiny" if rig.tiny else MODEL, rig.device, dtype)
 
 
 def _measure(num_rows: int, length: int) -> Callable[[Rig], Measured]:
     def measure(rig: Rig) -> Measured:
         name, held = ("tiny", 48) if rig.tiny else (MODEL, length)
-        found = _ours(rig, name, num_rows, held)
-        rig.free()
-        found.peer = rig.whole_peer(name, num_rows, held)
-        found.gain = median(found.peer["decode_us"]) / median(found.us) if "decode_us" in found.peer else None
-        return found
+        found = row_step(rig, methods.get("dense"), [held] * num_rows)
+        told = found.told(rig)
+        peer = rig.whole_peer(name, num_rows, held)
+        gain = median(peer["decode_us"]) / median(found.us) if "decode_us" in peer else None
+        return Measured(found.us, told["x_bytes"], rig.copy, "TB/s", peer, gain, told)
 
     return measure
 
 
-def _ours(rig: Rig, name: str, num_rows: int, length: int) -> Measured:
-    """Out of a graph, or eager and why there is none; by kernel where the time goes."""
-    dtype = torch.bfloat16 if rig.device.type == "cuda" else torch.float32
-    step = Step(draw_model(name, rig.device, dtype), num_rows, length)
-    bound_us = step.bytes / rig.copy / 1e6
-    for _ in range(2):
-        tokens = step.eager()
-    eager = [host_time(step.eager, rig.device) for _ in range(max(3, rig.repeats // 2))]
-    more: dict[str, Any] = {"bytes": step.bytes, "bytes_us": bound_us, "eager_us": eager, "eager_median_us": median(eager)}
-    us, how, replay = eager, "eager", step.eager
-    try:
-        work, drawn = step.device_work()
-        replay = graph_of(work, rig.device)
-        replay()
-        more["same_tokens_as_eager"] = drawn() == tokens
-        us, how = times(replay, rig.device, rig.repeats), "graph"
-    except RuntimeError as error:  # an operation that waits for the device, or copies from its host, cannot be captured
-        more["why_no_graph"] = str(error)[:500]
-    more |= {"how": how, "tokens_per_s": num_rows / median(us) * 1e6, "kernels": _kernels(replay, rig.device)}
-    return Measured(us, median(us) / bound_us, rig.copy, "TB/s", more=more)
-
-
-def _kernels(work: Work, device: torch.device) -> dict[str, Any]:
+def kernel_times(work: Work, device: torch.device) -> dict[str, Any]:
     """Where a step's time goes: by kernel its microseconds and launches, the longest first, and the sum of all; {} where there
     is nothing that counts them."""
     from torch.profiler import ProfilerActivity, profile

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 
-from agentkv.bench.decode_step import MODEL, drawn_runner
-from agentkv.bench.device_times import host_time
+from agentkv import methods
+from agentkv.bench.decode_step import MODEL
 from agentkv.bench.gpu_rows import Measured, Rig, Row
 from agentkv.bench.prefill_row import attention_flops
-from agentkv.bench.shapes import draw_model
-from agentkv.engine.core import Batch, RowWork
+from agentkv.bench.reading import Reading
+from agentkv.bench.shapes import draw_model, random_prompts
 from agentkv.engine.layers import PackedLinear
 from agentkv.engine.loader import LoadedModel
-from agentkv.types import Sampling
 
 CHUNK, ROWS, LENGTH = 2048, 8, 32_768
 
@@ -50,14 +48,7 @@ def _ours(rig: Rig, name: str, num_rows: int, length: int, chunk: int) -> tuple[
     """(microseconds of the first prompt, which is read twice, and of each, operations of all)."""
     dtype = torch.bfloat16 if rig.device.type == "cuda" else torch.float32
     loaded = draw_model(name, rig.device, dtype)
-    runner = drawn_runner(loaded, num_rows, length)
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, runner.vocab_size, (num_rows, length), generator=generator).tolist()
-
-    def read(row: int) -> None:
-        for start in range(0, length, chunk):
-            last = start + chunk == length
-            runner.execute(Batch([RowWork(row, tokens[row][start : start + chunk], start, start, last, Sampling(), 0, 0)]))
-
-    us = [host_time(partial(read, row), rig.device) for row in (0, *range(num_rows))]
+    reading = Reading(loaded, methods.get("dense"), length, chunk)
+    prompts = random_prompts(num_rows, length, loaded.config.vocab_size, seed=0)
+    us = [reading.read(prompt).us for prompt in (prompts[0], *prompts)]
     return us, num_rows * prompt_flops(loaded, length)

@@ -13,14 +13,17 @@ from typing import Any
 import pytest
 import torch
 
+from agentkv import methods
 from agentkv.bench import gpu
 from agentkv.bench.decode_step import Step
 from agentkv.bench.dequant_rows import drawn_pages, layout_of
 from agentkv.bench.gpu_rows import Measured, Rig, Row, layers_of
+from agentkv.bench.injected import inject
 from agentkv.bench.paged_shapes import SHAPES, Shape, draw
 from agentkv.bench.prefill_row import attention_flops
 from agentkv.bench.prefill_run import prompt_flops
 from agentkv.bench.shapes import draw_model
+from agentkv.bench.step_bytes import step_bytes
 from agentkv.errors import BadRequest
 from agentkv.kernels.quantized_pages import read_pages
 
@@ -125,12 +128,16 @@ def test_flops_of_a_chunk_are_those_of_the_pairs_that_are_seen() -> None:
 
 
 def test_a_captured_step_is_the_engines_own() -> None:
-    step = Step(draw_model("tiny", CPU, torch.float32), 3, 40)
+    injected = inject(draw_model("tiny", CPU, torch.float32), methods.get("dense"), [39] * 3)
+    step = Step(injected)
     tokens = step.eager()
-    work, drawn = step.device_work()
-    work()
-    assert drawn() == tokens
-    assert step.bytes == step.runner.loaded.weight_bytes + 3 * 40 * 2 * 2 * 2 * 16 * 4
+    for warm in (False, True):
+        work, drawn = step.device_work(warm=warm)
+        for _ in range(3):
+            work()
+            assert drawn() == tokens
+    held = sum(work.slot + 1 for work in injected.batch.rows)
+    assert step_bytes(injected) == (step.runner.loaded.weight_bytes, held * 2 * 2 * 2 * 16 * 4, 0, 0)
 
 
 @pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
