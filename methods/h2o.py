@@ -33,13 +33,16 @@ class H2O(SparseMethod):
 
     heavy, recent: tokens, or both shares of the prompt (the paper's code: 0.1 each, at least one token). A share's budget
     stands until the next prompt. eviction: "step" (the paper): as soon as there are more, one token of each head goes in each
-    decode step, at once hidden, and every `interval` steps its memory is returned; "interval": nothing goes between.
+    decode step, at once hidden, and every `interval` steps its memory is returned; "interval": nothing goes between. window: of
+    each chunk of a prompt only the last `window` queries count, which costs little, and what stays then hangs on how the
+    prompt was cut; 0: all do (the paper), which takes the products of queries and keys once more.
     """
 
     heavy: float = 0.1
     recent: float = 0.1
     interval: int = 128
     eviction: Literal["step", "interval"] = "step"
+    window: int = 0
 
     family: ClassVar[str] = "eviction"
     paper: ClassVar[str | None] = "arXiv 2306.14048"
@@ -60,13 +63,15 @@ class H2O(SparseMethod):
             raise ValueError(f"heavy={self.heavy}, recent={self.recent}: together they are less than 1.0")
         if self.interval < 1:
             raise ValueError(f"interval={self.interval}: decode steps, at least 1")
+        if isinstance(self.window, bool) or self.window < 0:
+            raise ValueError(f"window={self.window!r}: queries, or 0 for all")
         if self.eviction not in ("step", "interval"):
             raise ValueError(f"eviction={self.eviction!r}: step or interval")
 
     @property
     def needs(self) -> Needs:
         """The attention that each slot receives."""
-        return Needs(mass=True)
+        return Needs(mass=True, mass_window=self.window)
 
     def states(self, model: ModelShape) -> tuple[StateSpec, ...]:
         """The scores."""
@@ -164,7 +169,8 @@ class H2O(SparseMethod):
     def reference(self, plain: Plain, layer: int) -> Read:
         """Scores query by query, sorted in Python."""
         q, k, v = plain.q[layer], plain.k[layer], plain.v[layer]
-        given, heavy, recent = probabilities(q, k, plain.scale, range(1, len(k) + 1)), self.heavy, self.recent
+        given = probabilities(q, k, plain.scale, range(1, len(k) + 1))[:, -self.window :]
+        heavy, recent = self.heavy, self.recent
         if isinstance(heavy, float):
             heavy = max(1, int(heavy * len(k)))
             recent = max(1, int(heavy * (self.recent / self.heavy)))

@@ -15,11 +15,15 @@ from typing import Any
 
 import torch
 
+from agentkv.bench.added_rows import added_rows
+from agentkv.bench.against_dense import against_rows
 from agentkv.bench.conditions import machine
+from agentkv.bench.continuation_row import continuation_rows
 from agentkv.bench.decode_step import step_rows
 from agentkv.bench.dequant_rows import dequant_rows
 from agentkv.bench.gpu_report import line, plot
 from agentkv.bench.gpu_rows import Rig, Row, kernel_rows
+from agentkv.bench.mixed_rows import mixed_rows
 from agentkv.bench.prefill_row import prefill_rows
 from agentkv.bench.prefill_run import run_rows
 from agentkv.errors import BadRequest
@@ -27,20 +31,15 @@ from agentkv.errors import BadRequest
 Tell = Callable[[str], None]
 FILE = "gpu.json"
 
-NOT_BUILT = (
-    "equal batch 4x128K, qwen3-4b, budget 4,096: selecting methods against dense",
-    "4-bit and FP8 KV against the bf16 dense step, 8x32K",
-    "Qwen3-30B-A3B FP8, decode at 128K, the largest batch against dense at its largest",
-    "time added to a 32K prefill, by method",
-    "chain continuation, 1K new at 64K, against cold prefill",
-    "unhidden host time of a decode step, 64 sequences; eight methods mixed in one step against one",
-)
+NOT_BUILT = ("Qwen3-30B-A3B FP8, decode at 128K, the largest batch against dense at its largest",)
 """Lines of the table that have no row yet."""
 
 
 def all_rows() -> list[Row]:
     """In the order in which they are measured."""
-    return [*kernel_rows(), *dequant_rows(), *prefill_rows(), *step_rows(), *run_rows()]
+    kernels = [*kernel_rows(), *dequant_rows(), *prefill_rows()]
+    models = [*step_rows(), *against_rows(), *mixed_rows(), *run_rows(), *added_rows(), *continuation_rows()]
+    return [*kernels, *models]
 
 
 def run_gpu(

@@ -13,7 +13,8 @@ def line(row: dict[str, Any]) -> str:
         return f"{row['name']:60} failed: {row['error'][:200]}"
     sign = "<=" if row["at_most"] else ">="
     verdict = "met" if row["met"] else "met, but for a peer's gain" if row["value_met"] else "NOT MET"
-    text = f"{row['name']:60} {row['median_us']:10.1f} us {row['value']:8.3f} {row['unit']}, wanted {sign} {row['target']:g}"
+    wanted = "reported" if row["target"] is None else f"wanted {sign} {row['target']:.3g}"
+    text = f"{row['name']:60} {row['median_us']:10.1f} us {row['value']:8.3f} {row['unit']}, {wanted}"
     if row["gain"] is not None:
         wanted = f", wanted {row['gain_target']:g}" if row["gain_target"] else ""
         text += f"; {row['gain']:.2f}x {row['peer']['name']}{wanted}"
@@ -23,6 +24,8 @@ def line(row: dict[str, Any]) -> str:
     for name, found in row.get("maps", {}).items():
         library, ours = median(found["library_us"]), median(found["ours_us"])
         text += f"\n    {name}: torch {library:.1f} us, ours {ours:.1f} us with tiles {found['best']}"
+    if "bytes_allow" in row:
+        text += f"\n    dense {row['dense']['median_us']:.0f} us ({row['dense']['how']}); bytes allow {row['bytes_allow']:.2f}x"
     if "eager_median_us" in row:
         text += f"\n    {row['how']}; eager {row['eager_median_us']:.0f} us; bytes {row['bytes_us']:.0f} us"
         text += f"; {row['why_no_graph'][:200]}" if "why_no_graph" in row else ""
@@ -38,7 +41,7 @@ def plot(result: dict[str, Any], path: Path) -> bool:
         from matplotlib.figure import Figure
     except ImportError:
         return False
-    rows = [row for row in result["rows"] if "error" not in row]
+    rows = [row for row in result["rows"] if "error" not in row and row["target"] is not None]
     figure = Figure(figsize=(9, 1.2 + 0.34 * max(1, len(rows))), layout="constrained")
     FigureCanvasAgg(figure)
     panel = figure.subplots()

@@ -24,7 +24,7 @@ from agentkv.engine.cache.layout import Granularity
 @dataclass
 class Rig:
     """What rows are measured on. tiny: sizes that a CPU can interpret, for tests. copy: TB/s, bytes read and written; matmul:
-    TFLOP/s in bfloat16; both are measured before any row."""
+    TFLOP/s in bfloat16; both are measured before any row. kept: what several rows measure once a run, by what it is."""
 
     device: torch.device
     repeats: int
@@ -33,6 +33,7 @@ class Rig:
     copy: float = 0.0
     matmul: float = 0.0
     whole_peers: dict[tuple[str, int, int], dict[str, Any]] = field(default_factory=dict)
+    kept: dict[str, Any] = field(default_factory=dict)
 
     def whole_peer(self, model: str, num_rows: int, length: int) -> dict[str, Any]:
         """transformers on so many prompts of a model, measured once a run. Free what the device holds before."""
@@ -87,18 +88,20 @@ class Measured:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. value must reach `target` (at_most: must not exceed it), and gain over the peer `gain`."""
+    """One line of the table. value must reach `target` (at_most: must not exceed it; None: it is reported), and gain over the
+    peer `gain`."""
 
     name: str
     unit: str
-    target: float
+    target: float | None
     measure: Callable[[Rig], Measured]
     at_most: bool = False
     gain: float | None = None
 
     def judged(self, measured: Measured) -> dict[str, Any]:
         """The row as JSON."""
-        reached = measured.value <= self.target if self.at_most else measured.value >= self.target
+        signed = -1 if self.at_most else 1
+        reached = self.target is None or signed * measured.value >= signed * self.target
         met = reached and (self.gain is None or (measured.gain is not None and measured.gain >= self.gain))
         return {
             "name": self.name,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -111,6 +112,41 @@ class Injected:
         return self.runner.last
 
 
+class DrawnEngine(NamedTuple):
+    """An engine that draws prompts, and the requests that it has room for, none of them begun."""
+
+    llm: LLM
+    runner: DrawnRunner
+    requests: list[Request]
+
+
+def drawn_engine(
+    loaded: LoadedModel,
+    methods: SparseMethod | Sequence[SparseMethod],
+    lengths: Sequence[int],
+    *,
+    forms: Sequence[int] = (),
+    new_tokens: int = 64,
+    memory: int | None = None,
+) -> DrawnEngine:
+    """For prompts of these lengths, in tokens, each of which may decode `new_tokens` when all have been read; see `inject`."""
+    methods = (methods,) if isinstance(methods, SparseMethod) else tuple(methods)
+    forms = tuple(forms) or (0,) * len(lengths)
+    spare = sum(_steps(methods[form], length) for form, length in zip(forms, lengths, strict=True))
+    most = max(lengths) + new_tokens + spare
+    step = max(max(lengths), min(sum(lengths), _AT_ONCE)) + len(lengths)
+    config = EngineConfig(memory or 1, most + 1, page_size=PAGE, max_rows=len(lengths), step_tokens=step)
+    if memory is None:
+        peaks = (peak_bytes(loaded, config, methods, form, length, most) for form, length in zip(forms, lengths, strict=True))
+        config = replace(config, memory=sum(peaks) * 21 // 20 // GRANULE * GRANULE + GRANULE)
+    runner = DrawnRunner(loaded, config, methods)
+    prompts = random_prompts(len(lengths), max(lengths), runner.vocab_size, seed=0)
+    sampling = Sampling(temperature=0.0, max_tokens=new_tokens + spare)
+    rows = zip(prompts, lengths, forms, strict=True)
+    requests = [Request(prompt[:length], sampling, form=form) for prompt, length, form in rows]
+    return DrawnEngine(LLM(config, runner, reuse="chain"), runner, requests)
+
+
 def inject(
     loaded: LoadedModel,
     methods: SparseMethod | Sequence[SparseMethod],
@@ -128,22 +164,7 @@ def inject(
     the sealed may lack for the peaks of all. shuffle: pages in random order. Rows decode from the end of their own prompts on,
     so the first are a few tokens longer by the time that the last is read. Capacity where one finds no room.
     """
-    methods = (methods,) if isinstance(methods, SparseMethod) else tuple(methods)
-    forms = tuple(forms) or (0,) * len(lengths)
-    spare = sum(_steps(methods[form], length) for form, length in zip(forms, lengths, strict=True))
-    most = max(lengths) + new_tokens + spare
-    step = max(max(lengths), min(sum(lengths), _AT_ONCE)) + len(lengths)
-    config = EngineConfig(memory or 1, most + 1, page_size=PAGE, max_rows=len(lengths), step_tokens=step)
-    if memory is None:
-        peaks = (peak_bytes(loaded, config, methods, form, length, most) for form, length in zip(forms, lengths, strict=True))
-        config = replace(config, memory=sum(peaks) * 21 // 20 // GRANULE * GRANULE + GRANULE)
-    runner = DrawnRunner(loaded, config, methods)
-    llm = LLM(config, runner, reuse="chain")
-    prompts = random_prompts(len(lengths), max(lengths), runner.vocab_size, seed=0)
-    sampling = Sampling(temperature=0.0, max_tokens=new_tokens + spare)
-    requests = [
-        Request(prompt[:length], sampling, form=form) for prompt, length, form in zip(prompts, lengths, forms, strict=True)
-    ]
+    llm, runner, requests = drawn_engine(loaded, methods, lengths, forms=forms, new_tokens=new_tokens, memory=memory)
     sequences = []
     for together in [requests] if memory is None else [[request] for request in requests]:
         sequences += [llm.add(request) for request in together]
@@ -175,7 +196,7 @@ def shuffle_units(llm: LLM, runner: ModelRunner, seed: int = 0) -> None:
         if not len(pairs):
             continue
         rows = unit_rows(runner.pages.arena, cls.unit_bytes, GRANULE)
-        for ones, others in (part.to(rows.device).unbind(1) for part in pairs.split(max(1, _SWAPPED // cls.unit_bytes))):
+        for ones, others in (part.to(rows.device).unbind(1) for part in torch.split(pairs, max(1, _SWAPPED // cls.unit_bytes))):
             beside = rows[ones]
             rows[ones] = rows[others]
             rows[others] = beside

@@ -36,12 +36,14 @@ def step_bytes(injected: Injected) -> StepBytes:
         method, prompt = runner.controller.methods[sequence.request.form], sequence.num_prompt_tokens
         reads = _reads(method, sequence.state, prompt, loaded.config.num_layers)
         for holding in sequence.state.holdings:
-            group = runner.groups[holding.pool.group]
-            if holding.pool.group in sequence.state.form.sealed:
+            index, group = holding.pool.group, runner.groups[holding.pool.group]
+            if index in sequence.state.form.sealed:
                 sealed += len(holding.units) * group.stripe_bytes
+            elif index not in sequence.state.form.groups:
+                continue
             elif isinstance(group, KVGroup):
                 kv += sum(reads[layer] for layer in group.layers) * group.token_bytes // group.num_layers
-            elif holding.pool.group in sequence.state.form.groups:
+            else:
                 state += _state_bytes(group, sequence.state, reads)
     return StepBytes(loaded.weight_bytes, kv, state, sealed)
 

@@ -15,13 +15,21 @@ from agentkv.kernels.slot_mass import slot_mass
 
 
 def received(
-    q: Tensor, view: AttentionView, batch: DeviceBatch, scale: float, lse: Tensor, reduce: Literal["sum", "max"] = "sum"
+    q: Tensor,
+    view: AttentionView,
+    batch: DeviceBatch,
+    scale: float,
+    lse: Tensor,
+    reduce: Literal["sum", "max"] = "sum",
+    *,
+    window: int = 0,
 ) -> tuple[RowMass, ...]:
     """What the slots of each row of the batch received: exp(score - lse), summed (or the most) over the row's queries and the
     query heads of a group (arXiv 2306.14048).
 
     q: `[num_tokens, num_heads, head_dim]`. lse: as `attend` gave it for the whole view. Earlier parts of a view make up
-    RowMass.sealed, one behind another. TypeError for selections and for tokens that see a window only.
+    RowMass.sealed, one behind another. window: of each row's queries the last so many
+    count, 0: all. TypeError for selections and for tokens that see a window only.
     """
     last = view.parts[-1]
     if not isinstance(last.table, RowTable):
@@ -30,7 +38,7 @@ def received(
         raise TypeError("attention received is not counted in layers that see a window only")
     pages = [part.payload.pages for part in view.parts if isinstance(part.payload, PagedKV) and part.bias is None]
     if batch.prefill or len(pages) < len(view.parts) or any(count != 1 for count in batch.counts):
-        by_part = [_of_rows(q, part, batch, lse, scale, reduce, own=part is last) for part in view.parts]
+        by_part = [_of_rows(q, part, batch, lse, scale, reduce, own=part is last, window=window) for part in view.parts]
     else:
         by_part = [_of_decodes(q, each, part, lse, scale, reduce) for each, part in zip(pages, view.parts, strict=True)]
     masses = []
@@ -54,19 +62,38 @@ def _of_decodes(q: Tensor, pages: Tensor, part: Part, lse: Tensor, scale: float,
 
 
 def _of_rows(
-    q: Tensor, part: Part, batch: DeviceBatch, lse: Tensor, scale: float, reduce: Literal["sum", "max"], *, own: bool
+    q: Tensor,
+    part: Part,
+    batch: DeviceBatch,
+    lse: Tensor,
+    scale: float,
+    reduce: Literal["sum", "max"],
+    *,
+    own: bool,
+    window: int,
 ) -> list[Tensor]:
-    """The same row by row. own: a row's last slots are its queries' own."""
+    """The same row by row. own: a row's last slots are its queries' own. window: see `received`."""
     masses = []
     for index, span in enumerate(batch.rows):
-        queries, tops = q[span.start : span.end], lse[span.start : span.end]
-        row = gather_row(part, index, q.dtype)
-        num_kv_heads, length, _ = row.k.shape
+        start = max(span.start, span.end - window) if window else span.start
+        queries, tops = q[start : span.end], lse[start : span.end]
+        k, lens, bias = _keys(part, index, q.dtype)
+        num_kv_heads, length, _ = k.shape
         if not length:
             masses.append(lse.new_zeros(num_kv_heads, 0))
             continue
         last = torch.arange(len(queries), device=q.device) - len(queries) + 1
         ends = (length + last * own).to(torch.int32)
-        bias = None if row.bias is None else row.bias[:, :length].expand(num_kv_heads, -1)
-        masses.append(received_mass(queries, row.k, tops, ends, scale, lens=row.lens, bias=bias, reduce=reduce))
+        bias = None if bias is None else bias[:, :length].expand(num_kv_heads, -1)
+        masses.append(received_mass(queries, k, tops, ends, scale, lens=lens, bias=bias, reduce=reduce))
     return masses
+
+
+def _keys(part: Part, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """A row's keys, slots held by head where that is less than all, and bias: see GatheredRow."""
+    if isinstance(part.payload, PagedKV) and isinstance(part.table, RowTable) and part.bias is None:
+        pages, (entries, offsets) = part.payload.pages, part.table.chunk_plan[index]
+        heads = torch.arange(pages.shape[1], device=pages.device).unsqueeze(1)
+        return pages[entries, heads, 0, offsets], None, None
+    row = gather_row(part, index, dtype)
+    return row.k, row.lens, row.bias

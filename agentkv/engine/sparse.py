@@ -81,11 +81,13 @@ class StateSpec:
 class Needs:
     """What a method's hooks must be given beyond q, k and v.
 
-    query_window: the last W queries of a prompt are kept for its seal. hidden_layers: layers whose output on_layer_end reads.
+    query_window: the last W queries of a prompt are kept for its seal. mass_window: the mass of a prompt's chunk is that of its
+    last so many queries; 0 counts all. hidden_layers: layers whose output on_layer_end reads.
     """
 
     lse: bool = False
     mass: bool = False
+    mass_window: int = 0
     query_window: int = 0
     k_raw: bool = False
     q_raw: bool = False
@@ -350,7 +352,9 @@ class Lifecycle:
             raise TypeError(f"{type(reader).__name__} selects in prefill, where every slot is read: return None there")
         view, needs = reader.view(layer, selection, batch), method.needs
         done = attend(q, view, batch, scale, lse=needs.lse or needs.mass)
-        mass = received(q, view, batch, scale, done.lse) if needs.mass and done.lse is not None else None
+        mass = None
+        if needs.mass and done.lse is not None:
+            mass = received(q, view, batch, scale, done.lse, window=needs.mass_window if batch.prefill else 0)
         out = method.finish(layer, done.out, batch)
         method.on_attention_end(layer, q, out, done.lse, mass, batch)
         return out

@@ -91,6 +91,7 @@ def test_sealed_prompts_enter_one_after_another_where_their_peaks_would_not_fit(
 @pytest.mark.parametrize(("text", "kv", "state", "sealed"), [
     ("quest:budget=64,dense_layers=1", (301 + 64) * 2 * 2 * 16 * 4, 18 * 2 * 2 * 16 * 4, 0),
     ("omnikv:budget=64,observers=(0,)", (301 + 64) * 2 * 2 * 16 * 4, 0, 0),
+    ("fp8_kv", 0, 301 * 2 * 2 * 2 * (16 + 4), 0),
     ("snapkv:capacity=64,window=16", 17 * 2 * 2 * 2 * 16 * 4, 0, 3 * (2 * 2 * 16 * (2 * 16 * 4 + 4)) + 256),
 ])  # fmt: skip
 def test_bytes_of_a_step_by_hand(loaded: LoadedModel, text: str, kv: int, state: int, sealed: int) -> None:

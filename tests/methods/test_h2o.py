@@ -76,6 +76,22 @@ def test_chunks_give_the_scores_of_one_pass(folder: Path, loaded: LoadedModel) -
         torch.testing.assert_close(scores.sum(2), torch.full_like(scores[..., 0], group * len(PROMPT)))
 
 
+@pytest.mark.parametrize("step_tokens", [7, 64])
+def test_a_window_counts_the_last_queries_of_each_chunk(folder: Path, loaded: LoadedModel, step_tokens: int) -> None:
+    """Against the probabilities of transformers' own queries and keys, one query at a time."""
+    method = NotingH2O(10, 6, window=3)
+    turn(engine_of(loaded, method, step_tokens=step_tokens), PROMPT, count=1)
+    seen, scale = Recorded(folder, torch.float64).prompt(PROMPT), loaded.config.head_dim**-0.5
+    counted = [i for i in range(60) if i % step_tokens >= step_tokens - 3 or i >= 57]
+    for one, scores in zip(seen, method.noted[0].scores.double(), strict=True):
+        want = torch.zeros_like(scores)
+        for i in counted:
+            for head, query in enumerate(one.q[i]):
+                of = head * one.k.shape[1] // one.q.shape[1]
+                want[of, : i + 1] += torch.softmax(one.k[: i + 1, of] @ query * scale, 0)
+        assert ((scores - want).abs() / want.clamp(min=1e-9)).max() < 1e-6
+
+
 def test_equal_logits_favour_the_old() -> None:
     k = torch.zeros(6, 1, 4)
     q = torch.zeros(6, 1, 4)
