@@ -64,7 +64,9 @@ def _cpu(cpu: dict[str, Any]) -> str:
 
 
 def _model(model: dict[str, Any]) -> Iterator[str]:
-    """The memory plan."""
+    """The memory plan, and where a method pays."""
+    from agentkv.runtime_crossover import told
+
     if "weight_bytes" not in model:
         yield f"model      {model['name']}: no plan"
         return
@@ -77,6 +79,9 @@ def _model(model: dict[str, Any]) -> Iterator[str]:
     for row in model["methods"]:
         tried = "not tried" if row["step_bytes"] is None else size(row["step_bytes"])
         yield f"method     {row['method']} ({row['exactness']}): a step {tried}, KV {size(row['kv_bytes_per_token'])} a token"
+        if row["crossover"] is not None:
+            where = f"{row['crossover']['device']}, shape of {row['crossover']['model']}"
+            yield f"           decode faster than dense with so many sessions ({where}): {told(row['crossover'])}"
         for group in row["groups"]:
             yield f"           {_group(group)}"
         if "arena_bytes" in row:

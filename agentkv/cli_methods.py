@@ -75,10 +75,13 @@ def methods_check(
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
     """The table of docs/methods.md."""
-    lines = [
-        "| method | family | paper | exactness | reuse | options | bytes a token | not served | what it does |",
-        "|---" * 9 + "|",
-    ]
+    from agentkv.runtime_crossover import told
+
+    columns = (
+        "method", "family", "paper", "exactness", "reuse", "options", "bytes a token", "faster than dense", "not served",
+        "what it does",
+    )  # fmt: skip
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for row in rows:
         options = ", ".join(f"{name}={value or '(given)'}" for name, value in row["options"].items())
         refused = ", ".join(name for name, why in row["models"].items() if why)
@@ -90,6 +93,7 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
             row["reuse"],
             options or "-",
             size,
+            told(row["crossover"]),
             refused or "-",
             row["summary"],
         )

@@ -12,6 +12,7 @@ from agentkv.engine.forms import model_shape
 from agentkv.engine.loader import LoadedModel
 from agentkv.engine.sparse import SparseMethod
 from agentkv.errors import BadRequest
+from agentkv.runtime_crossover import crossover
 
 _WINDOWED = ("Gemma3ForCausalLM",)
 """Architectures that always have layers which see a window only."""
@@ -19,7 +20,8 @@ _WINDOWED = ("Gemma3ForCausalLM",)
 
 def list_methods() -> list[dict[str, Any]]:
     """Every method: name, family, paper, exactness, reuse, evicts, options with defaults, bytes per token of SHAPE, models
-    that it serves, how it is prepared, summary. bytes_per_token is None where it must be prepared for a model first."""
+    that it serves, how it is prepared, from which context on it is faster than dense, summary. bytes_per_token is None where
+    it must be prepared for a model first."""
     loaded = example_model()
     return [_row(name, methods.resolve(name), loaded) for name in methods.NAMES]
 
@@ -39,6 +41,7 @@ def _row(name: str, kind: type[SparseMethod], loaded: LoadedModel) -> dict[str, 
         "shape": SHAPE,
         "models": _models(method, loaded),
         "preparation": said.preparation,
+        "crossover": crossover(name),
         "summary": _summary(kind.__doc__ or ""),
     }
 

@@ -17,6 +17,7 @@ from agentkv.engine.sparse import SparseMethod
 from agentkv.engine.survey import longest_session, session_bytes, survey_model, try_step
 from agentkv.engine.tokenizer import Tokenizer
 from agentkv.errors import BadModel, BadRequest
+from agentkv.runtime_crossover import crossover
 from agentkv.runtime_engine import engine_sizes, model_path
 from agentkv.runtime_findings import Findings
 from agentkv.tools.render import Renderer
@@ -101,15 +102,14 @@ def _by_method(loaded: LoadedModel, config: EngineConfig, methods: Iterable[str]
     step = try_step(loaded, config, SparseMethod())
     for name in methods:
         with found.looking_at(f"method {name}"):
-            rows.append({"method": name, **_row(loaded, config, known.parse(name), f"method {name}", step, found)})
+            rows.append({"method": name, **_row(loaded, config, name, step, found)})
     return rows
 
 
-def _row(
-    loaded: LoadedModel, config: EngineConfig, method: SparseMethod, part: str, step: int | None, found: Findings
-) -> dict[str, Any]:
+def _row(loaded: LoadedModel, config: EngineConfig, name: str, step: int | None, found: Findings) -> dict[str, Any]:
     """step: bytes of the largest steps with full attention, None where that was not tried. tokens_that_fit: in any number of
     sessions, if every group holds every one of them."""
+    method, part = known.parse(name), f"method {name}"
     groups, (served,) = serve(loaded, config, (method,))
     form = served.form
     whole = session_bytes(groups, config, config.window, (form,))
@@ -120,6 +120,7 @@ def _row(
         "kv_bytes_per_token": sum(groups[index].token_bytes for index in form.groups),
         "step_bytes": step,
         "session_bytes": whole,
+        "crossover": crossover(name),
     }
     if step is None and not config.memory:
         found.advise(part, "the arena is not known before the start: a trial of the largest steps would take minutes")

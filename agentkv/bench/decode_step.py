@@ -94,8 +94,8 @@ class StepTimes:
         } | ({} if self.why_no_graph is None else {"why_no_graph": self.why_no_graph})
 
 
-def time_step(injected: Injected, rig: Rig) -> StepTimes:
-    """The step of these rows, out of a graph where it can be captured; by kernel where the time goes."""
+def time_step(injected: Injected, rig: Rig, *, profile: bool = True) -> StepTimes:
+    """The step of these rows, out of a graph where it can be captured. profile: by kernel where the time goes, too."""
     step = Step(injected)
     for _ in range(2):
         tokens = step.eager()
@@ -111,16 +111,22 @@ def time_step(injected: Injected, rig: Rig) -> StepTimes:
             break
         except RuntimeError as error:  # an operation that waits for the device, or copies from its host, cannot be captured
             replay, why = step.eager, (why or "") + str(error)[:300] + ". "
-    return StepTimes(us, how, step_bytes(injected), len(step.batch.rows), eager, same, why, kernel_times(replay, rig.device))
+    kernels = kernel_times(replay, rig.device) if profile else {}
+    return StepTimes(us, how, step_bytes(injected), len(step.batch.rows), eager, same, why, kernels)
 
 
 def row_step(
-    rig: Rig, method: SparseMethod | Sequence[SparseMethod], lengths: Sequence[int], forms: Sequence[int] = ()
+    rig: Rig,
+    method: SparseMethod | Sequence[SparseMethod],
+    lengths: Sequence[int],
+    forms: Sequence[int] = (),
+    *,
+    profile: bool = True,
 ) -> StepTimes:
-    """The decode step of such rows of the row's model; what it took of the device is given back."""
+    """The decode step of such rows of the row's model; what it took of the device is given back. See `time_step`."""
     injected = inject(row_model(rig), method, lengths, forms=forms)
     try:
-        return time_step(injected, rig)
+        return time_step(injected, rig, profile=profile)
     finally:
         del injected
         rig.free()

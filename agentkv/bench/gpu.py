@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from agentkv.bench import crossover
 from agentkv.bench.added_rows import added_rows
 from agentkv.bench.against_dense import against_rows
 from agentkv.bench.conditions import machine
@@ -38,8 +39,8 @@ NOT_BUILT = ("Qwen3-30B-A3B FP8, decode at 128K, the largest batch against dense
 def all_rows() -> list[Row]:
     """In the order in which they are measured."""
     kernels = [*kernel_rows(), *dequant_rows(), *prefill_rows()]
-    models = [*step_rows(), *against_rows(), *mixed_rows(), *run_rows(), *added_rows(), *continuation_rows()]
-    return [*kernels, *models]
+    decodes = [*step_rows(), *against_rows(), *mixed_rows()]
+    return [*kernels, *decodes, *run_rows(), *added_rows(), *continuation_rows(), *crossover.crossover_rows()]
 
 
 def run_gpu(
@@ -54,7 +55,8 @@ def run_gpu(
     commit: str | None = None,
     tell: Tell | None = None,
 ) -> dict[str, Any]:
-    """Measure what `out`/gpu.json does not have yet, and write it there after each row; returns the same.
+    """Measure what `out`/gpu.json does not have yet, and write it there after each row; returns the same. Beside it lies
+    crossover.json, once that was measured.
 
     minutes: no row is begun after that. rows: parts of names between semicolons; rows so named are measured again, no others.
     tiny: sizes for an interpreter on a CPU, whose figures mean nothing. commit: where the source tree has no git.
@@ -89,6 +91,9 @@ def run_gpu(
         _write(out / FILE, result)
     result["not_built"] = list(NOT_BUILT)
     _write(out / FILE, result)
+    where = crossover.summary(result)
+    if where["methods"]:
+        _write(out / crossover.FILE, where)
     return result
 
 
