@@ -42,7 +42,7 @@ def crossover_rows() -> Iterator[Row]:
 def fitting(rig: Rig) -> list[tuple[int, int]]:
     """(rows, length): those whose KV takes no more than six tenths of the device's memory."""
     if rig.tiny:
-        return [(1, 96), (1, 200), (2, 96)]
+        return [(1, 96), (2, 96)]
     c = SHAPES[MODEL]
     token_bytes = c["num_hidden_layers"] * c["num_key_value_heads"] * c["head_dim"] * 2 * 2
     memory = torch.cuda.get_device_properties(rig.device).total_memory

@@ -18,6 +18,12 @@ def line(row: dict[str, Any]) -> str:
     if row["gain"] is not None:
         wanted = f", wanted {row['gain_target']:g}" if row["gain_target"] else ""
         text += f"; {row['gain']:.2f}x {row['peer']['name']}{wanted}"
+    for cell in row.get("sweep", row.get("cells", [])):
+        text += "\n    " + ", ".join(
+            f"{key} {value:.6g}" if isinstance(value, float) else f"{key} {value}" for key, value in cell.items()
+        )
+    for name, by_length in row.get("largest", {}).items():
+        text += f"\n    largest batch, {name}: {by_length}"
     for name, way in row.get("ways", {}).items():
         shown = f"{way['tflop_per_s']:.0f} TFLOP/s, first call {way['first_ms']:.0f} ms" if "us" in way else way["error"][:120]
         text += f"\n    {name}: {shown}"
