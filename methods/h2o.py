@@ -33,9 +33,9 @@ class H2O(SparseMethod):
 
     heavy, recent: tokens, or both shares of the prompt (the paper's code: 0.1 each, at least one token). A share's budget
     stands until the next prompt. eviction: "step" (the paper): as soon as there are more, one token of each head goes in each
-    decode step, at once hidden, and every `interval` steps its memory is returned; "interval": nothing goes between. window: of
-    each chunk of a prompt only the last `window` queries count, which costs little, and what stays then hangs on how the
-    prompt was cut; 0: all do (the paper), which takes the products of queries and keys once more.
+    decode step, at once hidden, and every `interval` steps its memory is returned; "interval": nothing goes between. window,
+    stride: of every `stride` tokens of a prompt only the last `window` queries count, which costs little: a prompt that is
+    shorter has no scores. window=0: every query does (the paper), which takes the products of queries and keys once more.
     """
 
     heavy: float = 0.1
@@ -43,6 +43,7 @@ class H2O(SparseMethod):
     interval: int = 128
     eviction: Literal["step", "interval"] = "step"
     window: int = 0
+    stride: int = 2048
 
     family: ClassVar[str] = "eviction"
     paper: ClassVar[str | None] = "arXiv 2306.14048"
@@ -63,15 +64,15 @@ class H2O(SparseMethod):
             raise ValueError(f"heavy={self.heavy}, recent={self.recent}: together they are less than 1.0")
         if self.interval < 1:
             raise ValueError(f"interval={self.interval}: decode steps, at least 1")
-        if isinstance(self.window, bool) or self.window < 0:
-            raise ValueError(f"window={self.window!r}: queries, or 0 for all")
+        if isinstance(self.window, bool) or not 0 <= self.window <= self.stride:
+            raise ValueError(f"window={self.window!r}: queries of each stride={self.stride}, or 0 for all")
         if self.eviction not in ("step", "interval"):
             raise ValueError(f"eviction={self.eviction!r}: step or interval")
 
     @property
     def needs(self) -> Needs:
         """The attention that each slot receives."""
-        return Needs(mass=True, mass_window=self.window)
+        return Needs(mass=True, mass_window=(self.window, self.stride) if self.window else None)
 
     def states(self, model: ModelShape) -> tuple[StateSpec, ...]:
         """The scores."""
@@ -169,7 +170,9 @@ class H2O(SparseMethod):
     def reference(self, plain: Plain, layer: int) -> Read:
         """Scores query by query, sorted in Python."""
         q, k, v = plain.q[layer], plain.k[layer], plain.v[layer]
-        given = probabilities(q, k, plain.scale, range(1, len(k) + 1))[:, -self.window :]
+        given = probabilities(q, k, plain.scale, range(1, len(k) + 1))
+        if self.window:
+            given = given[:, [i for i in range(len(k)) if i % self.stride >= self.stride - self.window]]
         heavy, recent = self.heavy, self.recent
         if isinstance(heavy, float):
             heavy = max(1, int(heavy * len(k)))

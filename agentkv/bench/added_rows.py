@@ -17,7 +17,7 @@ CHUNK, LENGTH = 2048, 32_768
 CASES: tuple[tuple[str, str, str, float | None], ...] = (
     ("quest", "quest:budget=4096", "quest:budget=32", 0.01),
     ("snapkv", "snapkv", "snapkv:capacity=64,window=16", 0.01),
-    ("h2o windowed", "h2o:window=32", "h2o:window=8", 0.03),
+    ("h2o windowed", "h2o:window=32", "h2o:window=8,stride=64", 0.03),
     ("h2o faithful", "h2o", "h2o", None),
 )
 """(name, method, for the tiny model, most of dense's time that it may add; None is reported)."""

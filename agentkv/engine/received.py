@@ -22,14 +22,14 @@ def received(
     lse: Tensor,
     reduce: Literal["sum", "max"] = "sum",
     *,
-    window: int = 0,
+    window: tuple[int, int] | None = None,
 ) -> tuple[RowMass, ...]:
     """What the slots of each row of the batch received: exp(score - lse), summed (or the most) over the row's queries and the
     query heads of a group (arXiv 2306.14048).
 
     q: `[num_tokens, num_heads, head_dim]`. lse: as `attend` gave it for the whole view. Earlier parts of a view make up
-    RowMass.sealed, one behind another. window: of each row's queries the last so many
-    count, 0: all. TypeError for selections and for tokens that see a window only.
+    RowMass.sealed, one behind another. window: see `Needs.mass_window`, None
+    counts every query. TypeError for selections and for tokens that see a window only.
     """
     last = view.parts[-1]
     if not isinstance(last.table, RowTable):
@@ -70,23 +70,40 @@ def _of_rows(
     reduce: Literal["sum", "max"],
     *,
     own: bool,
-    window: int,
+    window: tuple[int, int] | None,
 ) -> list[Tensor]:
     """The same row by row. own: a row's last slots are its queries' own. window: see `received`."""
     masses = []
     for index, span in enumerate(batch.rows):
-        start = max(span.start, span.end - window) if window else span.start
-        queries, tops = q[start : span.end], lse[start : span.end]
+        counted = _counted(span.position, span.end - span.start, window)
+        queries, tops = (_pick(each[span.start : span.end], counted) for each in (q, lse))
         k, lens, bias = _keys(part, index, q.dtype)
         num_kv_heads, length, _ = k.shape
-        if not length:
-            masses.append(lse.new_zeros(num_kv_heads, 0))
+        if not length or not counted:
+            masses.append(lse.new_zeros(num_kv_heads, length))
             continue
-        last = torch.arange(len(queries), device=q.device) - len(queries) + 1
+        last = _pick(torch.arange(span.start - span.end + 1, 1, device=q.device), counted)
         ends = (length + last * own).to(torch.int32)
         bias = None if bias is None else bias[:, :length].expand(num_kv_heads, -1)
         masses.append(received_mass(queries, k, tops, ends, scale, lens=lens, bias=bias, reduce=reduce))
     return masses
+
+
+def _counted(position: int, count: int, window: tuple[int, int] | None) -> list[tuple[int, int]]:
+    """Runs of a row's `count` queries from a logical position on that count."""
+    if window is None:
+        return [(0, count)]
+    size, stride = window
+    firsts = range(position // stride * stride + stride - size - position, count, stride)
+    runs = ((max(0, first), min(first + size, count)) for first in firsts)
+    return [(start, end) for start, end in runs if start < end]
+
+
+def _pick(values: Tensor, runs: list[tuple[int, int]]) -> Tensor:
+    """Those runs, one behind another."""
+    if len(runs) == 1:
+        return values[slice(*runs[0])]
+    return torch.cat([values[start:end] for start, end in runs]) if runs else values[:0]
 
 
 def _keys(part: Part, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -81,13 +81,14 @@ class StateSpec:
 class Needs:
     """What a method's hooks must be given beyond q, k and v.
 
-    query_window: the last W queries of a prompt are kept for its seal. mass_window: the mass of a prompt's chunk is that of its
-    last so many queries; 0 counts all. hidden_layers: layers whose output on_layer_end reads.
+    query_window: the last W queries of a prompt are kept for its seal. mass_window: (window, stride) where of every `stride`
+    logical positions of a prompt only the last `window` queries count towards the mass. hidden_layers: layers whose output
+    on_layer_end reads.
     """
 
     lse: bool = False
     mass: bool = False
-    mass_window: int = 0
+    mass_window: tuple[int, int] | None = None
     query_window: int = 0
     k_raw: bool = False
     q_raw: bool = False
@@ -354,7 +355,7 @@ class Lifecycle:
         done = attend(q, view, batch, scale, lse=needs.lse or needs.mass)
         mass = None
         if needs.mass and done.lse is not None:
-            mass = received(q, view, batch, scale, done.lse, window=needs.mass_window if batch.prefill else 0)
+            mass = received(q, view, batch, scale, done.lse, window=needs.mass_window if batch.prefill else None)
         out = method.finish(layer, done.out, batch)
         method.on_attention_end(layer, q, out, done.lse, mass, batch)
         return out
