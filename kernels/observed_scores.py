@@ -30,7 +30,7 @@ class Observed(NamedTuple):
 def observed_scores(
     q: Tensor,
     k: Tensor,
-    held: Tensor,
+    held: Tensor | None,
     older: Tensor,
     scale: float,
     *,
@@ -42,17 +42,19 @@ def observed_scores(
     """Attention that the queries give to each older key, pooled over its neighbours, over the query heads of a KV head.
 
     q: `[window, num_heads, head_dim]`, of the newest held keys. k: `[num_kv_heads, n, head_dim]`. held: bool
-    `[num_kv_heads, n]`, the keys that there are; older: those of them that are scored, which come before the others. kernel:
-    see `pool_scores`; nothing but older keys is pooled. reduce: over the query heads of a KV head. reduce_first: before the
-    pool. Sums over the queries stand for means: they rank alike. Without a query all scores are 0.
+    `[num_kv_heads, n]`, the keys that there are, None for all; older: those of them that are scored, which come before the
+    others. kernel: see `pool_scores`; nothing but older keys is pooled. reduce: over the query heads of a KV head.
+    reduce_first: before the pool. Sums over the queries stand for means: they rank alike. Without a query all scores are 0.
     """
     num_kv_heads, length, _ = k.shape
-    order = torch.sort((~held).to(torch.uint8), dim=1, stable=True).indices
+    order, keys, ends = torch.arange(length, device=k.device).expand(num_kv_heads, -1), k, None
+    if held is not None:
+        order, ends = torch.sort((~held).to(torch.uint8), dim=1, stable=True).indices, held.sum(1, dtype=torch.int32)
+        keys = k.gather(1, order.unsqueeze(-1).expand_as(k))
     lens = older.sum(1, dtype=torch.int32)
-    keys = k.gather(1, order.unsqueeze(-1).expand_as(k))
     given = torch.zeros(q.shape[1], length, device=k.device)
     if len(q):
-        given = window_scores(q[-length:], keys, scale, lens=held.sum(1, dtype=torch.int32), reduce="sum")
+        given = window_scores(q[-length:], keys, scale, lens=ends, reduce="sum")
     outside = torch.arange(length, device=k.device) >= lens.unsqueeze(1)
     scores = given.view(num_kv_heads, -1, length).masked_fill(outside.unsqueeze(1), 0)
     if not reduce_first:

@@ -94,7 +94,8 @@ class Observing(SparseMethod):
         for layer in range(job.shape.num_layers):
             found = job.candidates(layer)
             older = found.valid & (found.positions < seal.floor)
-            observed = observed_scores(job.queries(layer), found.k, found.valid, older, scale, **how)
+            held = None if found.whole else found.valid
+            observed = observed_scores(job.queries(layer), found.k, held, older, scale, **how)
             layers.append(observed.best(seal.slots, self.counts(observed, seal.slots)))
         indices, counts = zip(*layers, strict=True)
         return Kept(torch.stack(indices), torch.stack(counts))

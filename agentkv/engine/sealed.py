@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -36,19 +38,31 @@ class SealedRows(Protocol):
         ...
 
 
-class Candidates(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Candidates:
     """What a seal chooses from in one layer: the slots of the old sealed part, if it is one of K and V, then the tokens of the
     tail.
 
-    k, v: `[num_kv_heads, n, head_dim]`. positions: int32 `[num_kv_heads, n]`, logical. valid: bool `[num_kv_heads, n]`: heads
-    may have fewer sealed slots than others. tail: index from which the tail's tokens stand; the last is the newest.
+    positions: int32 `[num_kv_heads, n]`, logical. valid: bool `[num_kv_heads, n]`: heads may have fewer sealed slots than
+    others; whole: the host knows that all are. tail: index from which the tail's tokens stand; the last is the newest.
+    gather: K (0) or V (1); k and v ask for it anew each time.
     """
 
-    k: Tensor
-    v: Tensor
+    gather: Callable[[int], Tensor]
     positions: Tensor
     valid: Tensor
     tail: int
+    whole: bool = False
+
+    @property
+    def k(self) -> Tensor:
+        """`[num_kv_heads, n, head_dim]`."""
+        return self.gather(0)
+
+    @property
+    def v(self) -> Tensor:
+        """The same of values."""
+        return self.gather(1)
 
 
 class SealJob(Protocol):
@@ -58,8 +72,7 @@ class SealJob(Protocol):
     shape: ModelShape
 
     def candidates(self, layer: int) -> Candidates:
-        """What the layer may keep: see Candidates. Gathered anew in each call. EngineFault where the method does not store K
-        and V in the model's pages."""
+        """What the layer may keep: see Candidates. EngineFault where the method does not store K and V in the model's pages."""
         ...
 
     def positions(self) -> Tensor:

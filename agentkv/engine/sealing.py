@@ -68,13 +68,14 @@ class PagedSealJob:
     def candidates(self, layer: int) -> Candidates:
         """See `sealed.SealJob`."""
         heads = layer * self.shape.num_kv_heads + torch.arange(self.shape.num_kv_heads, device=self._device)
-        index = torch.arange(self._num_front + self.num_tail, device=self._device).expand(len(heads), -1)
-        places = self.places(heads, index)
-        lines = self.lines.lines
-        valid = index < self._num_front + self.num_tail
+        index, lines = self._index, self.lines.lines
         if self._num_front:
+            places = self.places(heads, index)
             valid = (index >= self._num_front) | (index < self.old_lens[layer].unsqueeze(1))
-        return Candidates(lines[places.k], lines[places.v], self.positions_at(heads, index), valid, self._num_front)
+            positions = self.positions_at(heads, index)
+            return Candidates(lambda part: lines[places[part]], positions, valid, self._num_front)
+        positions, valid = self._tail_positions.expand_as(index), self._all_valid
+        return Candidates(lambda part: lines[self._first_places[part] + layer * self._layer_lines], positions, valid, 0, True)
 
     def positions(self) -> Tensor:
         """See `sealed.SealJob`."""
@@ -150,6 +151,24 @@ class PagedSealJob:
         """Slots of the old sealed part, int32 `[num_layers, num_kv_heads]`."""
         assert self._units is not None
         return self._units.lens[self.work.old[1][0]]
+
+    @cached_property
+    def _index(self) -> Tensor:
+        """int64 `[num_kv_heads, candidates]`, each head's numbers."""
+        return torch.arange(self._num_front + self.num_tail, device=self._device).expand(self.shape.num_kv_heads, -1)
+
+    @cached_property
+    def _all_valid(self) -> Tensor:
+        return torch.ones_like(self._index, dtype=torch.bool)
+
+    @cached_property
+    def _first_places(self) -> _Places:
+        """Of layer 0, where all candidates are of the tail; those of others are `_layer_lines` further each."""
+        return self.places(torch.arange(self.shape.num_kv_heads, device=self._device), self._index)
+
+    @property
+    def _layer_lines(self) -> int:
+        return 2 * self._tail_page * self.lines.vector * self.shape.num_kv_heads
 
     @property
     def _device(self) -> torch.device:

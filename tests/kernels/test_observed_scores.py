@@ -90,3 +90,13 @@ def test_no_queries_choose_by_position() -> None:
         3, torch.tensor([3], dtype=torch.int32)
     )
     assert (best.tolist(), counts.tolist()) == ([[0, 1, 2]], [3])
+
+
+def test_all_keys_are_there_where_nothing_is_said() -> None:
+    torch.manual_seed(5)
+    q, k = torch.randn(3, 4, 8), torch.randn(2, 20, 8)
+    older = torch.arange(20).expand(2, -1) < 17
+    told, untold = (
+        observed_scores(q, k, held, older, 0.3, kernel=3, pool="avg") for held in (torch.ones(2, 20, dtype=torch.bool), None)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(told, untold, strict=True))

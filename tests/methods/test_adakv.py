@@ -112,7 +112,7 @@ class Job:
     def candidates(self, layer: int) -> Candidates:
         k = torch.tensor([[math.log(p) for p in head] + [-60.0] for head in self.given], dtype=torch.float64).unsqueeze(-1)
         positions = torch.arange(k.shape[1], dtype=torch.int32).expand(k.shape[:2])
-        return Candidates(k, k, positions, torch.ones_like(positions, dtype=torch.bool), 0)
+        return Candidates(lambda part: k, positions, torch.ones_like(positions, dtype=torch.bool), 0)
 
     def queries(self, layer: int) -> Tensor:
         return torch.ones(1, len(self.given), 1, dtype=torch.float64)
