@@ -1,4 +1,4 @@
-"""Linear maps of a few tokens on the CPU: every weight is read once, at the speed of memory (`linear` of native.cpp)."""
+"""Linear maps of a few tokens: every weight is read once, at the speed of memory (`linear` of native.cpp, `linear_triton`)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,15 @@ MOST_TOKENS = 16
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`[num_tokens, out_size]` of x `[num_tokens, in_size]`, weight `[out_size, in_size]` and bias `[out_size]`.
 
-    Up to MOST_TOKENS tokens on the CPU, a token's result is the same bits whatever the other tokens are.
+    Up to MOST_TOKENS tokens on the CPU, a token's result is the same bits whatever the other tokens are; on a GPU too where
+    the shape is in its table (`linear_triton.TABLE`).
     """
     num_tokens = x.shape[0]
+    if x.is_cuda and num_tokens <= MOST_TOKENS:
+        from agentkv.kernels.linear_triton import stream, tile_for  # needs triton, which a CPU-only platform may lack
+
+        tile = tile_for(x, weight)
+        return functional.linear(x, weight, bias) if tile is None else stream(x, weight, bias, tile)
     multiply = compiled("linear", x, weight) if num_tokens <= MOST_TOKENS else None
     if multiply is None or x.stride(1) != 1 or not weight.is_contiguous():
         return functional.linear(x, weight, bias)

@@ -17,7 +17,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from agentkv.kernels.overlap import follow, overlapping
 
 EDGE = 128
 """The tokens of a piece are a multiple of this, which tiles of 32 to 128 divide."""
@@ -146,9 +147,7 @@ def _piece_kernel(
 ):  # fmt: skip
     """Pieces number pid, pid + grid, ...: each one's part of out (float32, normalised) and its log-sum-exp (base 2)."""
     MEMBERS: tl.constexpr = GROUP * QUERIES
-    if MERGE == "overlap":
-        gdc_wait()
-        gdc_launch_dependents()  # what comes next may take its place on the device, where it waits for this kernel's end
+    follow(MERGE == "overlap")
     total = tl.load(ends_ptr + num_lines - 1)
     if not PER_HEAD:
         total = total * HEADS
@@ -258,8 +257,7 @@ def _merge_kernel(
     DIM: tl.constexpr, SHARE: tl.constexpr, MOST: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     """One query token, one head, SHARE of its dims: its pieces in logical order."""
-    if OVERLAP:
-        gdc_wait()
+    follow(OVERLAP)
     token, head, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     MEMBERS: tl.constexpr = GROUP * QUERIES
     row = token // QUERIES
@@ -334,7 +332,9 @@ def paged_decode(
     merge_pad = triton.next_power_of_2(members)
     chunk = max(1, min(plan.most, 4096 // (merge_pad * dim_pad)))
     share = min(dim_pad, 32)
-    tuned = tuned or tuning(q.shape[-1] * pages.element_size())
+    if tuned is None:
+        tuned = tuning(q.shape[-1] * pages.element_size())
+        tuned = tuned._replace(merge="overlap") if overlapping(q.device)["OVERLAP"] else tuned
     overlap = tuned.merge == "overlap"
     items = len(plan.pieces) * (1 if plan.per_head else num_kv_heads)
     parts = torch.empty(items, members, head_dim, dtype=torch.float32, device=q.device)

@@ -6,9 +6,19 @@ row g is the layer page that starts at granule g (rows overlap in memory, a tabl
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from agentkv.kernels.native import compiled
+
+
+class Places(NamedTuple):
+    """Where new tokens' keys and values go: the arguments of `store_kv` of these names."""
+
+    pages: Tensor
+    entries: Tensor
+    offsets: Tensor
 
 
 def store_kv(pages: Tensor, entries: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:

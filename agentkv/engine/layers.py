@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from agentkv.engine.sparse import Lifecycle
-from agentkv.kernels.gate import gate
+from agentkv.kernels.gated_linear import gated_linear
 from agentkv.kernels.linear import linear
 from agentkv.kernels.rms_norm import add_rms_norm, rms_norm
 from agentkv.kernels.rotate import rotate
+from agentkv.kernels.rotate_store import rotate_store
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -166,8 +167,12 @@ class Attention(nn.Module):
         qk_raw, v = qkv.tensor_split((self.num_heads + self.num_kv_heads,), dim=1)
         q_raw, k_raw = qk_raw.tensor_split((self.num_heads,), dim=1)
         eps = 0.0 if self.q_norm is None else self.q_norm.eps
-        q, k = rotate(qk_raw, cos, sin, self.qk_weight, eps).tensor_split((self.num_heads,), dim=1)
-        hooks.store(self.layer, k_raw, k, v)
+        places = hooks.places(self.layer)
+        if places is not None:
+            q = rotate_store(qkv, self.num_heads, cos, sin, self.qk_weight, eps, places)
+        else:
+            q, k = rotate(qk_raw, cos, sin, self.qk_weight, eps).tensor_split((self.num_heads,), dim=1)
+            hooks.store(self.layer, k_raw, k, v)
         out: Tensor = self.o_proj(hooks.attend(self.layer, q, q_raw, self.scale).flatten(1))
         return out
 
@@ -183,7 +188,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Output `[num_tokens, hidden_size]` of normed hidden states x of the same shape."""
-        out: Tensor = self.down_proj(gate(self.gate_up_proj(x), self.activation))
+        packed = self.gate_up_proj
+        out: Tensor = self.down_proj(gated_linear(x, packed.weight, packed.bias, self.activation))
         return out
 
 
@@ -198,13 +204,12 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, hooks: Lifecycle) -> Tensor:
-        """The residual stream `[num_tokens, hidden_size]` after this layer."""
-        attended = self.self_attn(self.input_layernorm(hidden), cos, sin, hooks)
+    def forward(self, hidden: Tensor, normed: Tensor, cos: Tensor, sin: Tensor, hooks: Lifecycle) -> tuple[Tensor, Tensor]:
+        """Two `[num_tokens, hidden_size]` whose sum is the residual stream after this layer: whoever norms it next adds them in
+        the same pass. hidden: the stream before; normed: that behind `input_layernorm`."""
+        attended = self.self_attn(normed, cos, sin, hooks)
         hidden, normed = self.post_attention_layernorm.add(hidden, attended)
-        hidden = hidden + self.mlp(normed)
-        hooks.layer_end(self.layer, hidden)
-        return hidden
+        return hidden, self.mlp(normed)
 
 
 class Decoder(nn.Module):
@@ -248,9 +253,12 @@ class Decoder(nn.Module):
         far = self.rotary.angles(positions, hidden.dtype)
         near = self.local_rotary.angles(positions, hidden.dtype) if self.local_rotary else far
         sliding = self.config.sliding or (None,) * len(self.layers)
-        for layer, window in zip(self.layers, sliding, strict=True):
-            hidden = layer(hidden, *(near if window else far), hooks)
-        normed: Tensor = self.norm(hidden)
+        norms: list[Any] = [*(layer.input_layernorm for layer in self.layers), self.norm]
+        normed: Tensor = norms[0](hidden)
+        for index, (layer, window) in enumerate(zip(self.layers, sliding, strict=True)):
+            hidden, delta = layer(hidden, normed, *(near if window else far), hooks)
+            hidden, normed = norms[index + 1].add(hidden, delta)
+            hooks.layer_end(index, hidden)
         return normed
 
     def embed(self, token_ids: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from agentkv.engine.form import Held
 from agentkv.engine.received import received
 from agentkv.engine.view import AttentionView, DeviceBatch, PageFill, RowMass, Selection
 from agentkv.errors import BadRequest, EngineFault
-from agentkv.kernels.store_kv import store_kv
+from agentkv.kernels.store_kv import Places, store_kv
 from agentkv.types import Exactness
 
 if TYPE_CHECKING:
@@ -329,6 +329,15 @@ class Lifecycle:
         """x: `[num_tokens, hidden_size]` of the whole step, normed."""
         for method, _, batch in self._batches:
             method.project(layer, x[batch.tokens], batch)
+
+    def places(self, layer: int) -> Places | None:
+        """Where K and V of the whole step are stored as they are: whoever writes them there need not call `store`. None where a
+        method's own `store` does it, or there is more than one batch."""
+        if len(self._batches) != 1:
+            return None
+        method, _, batch = self._batches[0]
+        plain = type(method).store is SparseMethod.store
+        return Places(batch.pages(layer), *batch.places_of(layer)) if plain else None
 
     def store(self, layer: int, k_raw: Tensor, k: Tensor, v: Tensor) -> None:
         """k_raw, k, v: `[num_tokens, num_kv_heads, head_dim]` of the whole step."""

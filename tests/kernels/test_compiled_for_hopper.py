@@ -83,9 +83,13 @@ def test_gather_and_merge(built: dict[str, str]) -> None:
     assert "ld.global.v4" in built["_gather_kernel"]  # 16 bytes a thread
 
 
-def test_token_ops(built: dict[str, str]) -> None:
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_token_ops(built: dict[str, str], monkeypatch: pytest.MonkeyPatch, overlaps: bool) -> None:
+    from agentkv.kernels import overlap
     from agentkv.kernels import token_ops_triton as fused
+    from agentkv.kernels.store_kv import Places
 
+    monkeypatch.setattr(overlap, "_can_overlap", lambda device: overlaps)
     x, weight = torch.zeros(8, 2560, dtype=BF16), torch.zeros(2560, dtype=BF16)
     fused.norm(x, weight, 1e-6, x)
     heads, angle = torch.zeros(8, 48, 128, dtype=BF16), torch.zeros(8, 1, 64, dtype=BF16)
@@ -93,7 +97,31 @@ def test_token_ops(built: dict[str, str]) -> None:
     fused.swiglu(x)
     place = torch.zeros(8, dtype=torch.int64)
     fused.put(paged()[0], place, place, heads[:, 32:40], heads[:, 40:])
-    assert {"_norm_kernel", "_rotate_kernel", "_gate_kernel", "_store_kernel"} <= built.keys()
+    waits = {name: "griddepcontrol.wait" in each and "griddepcontrol.launch_dependents" in each for name, each in built.items()}
+    assert waits == dict.fromkeys(("_norm_kernel", "_rotate_kernel", "_gate_kernel", "_store_kernel"), overlaps)
+    fused.turn_and_put(heads, 32, angle, angle, torch.zeros(40, 128, dtype=BF16), 1e-6, Places(paged()[0], place, place))
+    assert built["_rotate_kernel"].count("st.global") >= 4  # queries, and what is stored
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize(("tile", "instruction"), [((64, 128, 1, 4, 4), "wgmma"), ((16, 64, 4, 4, 4, 2, 8), "mma.sync")])
+def test_linear_of_few_tokens(
+    built: dict[str, str], monkeypatch: pytest.MonkeyPatch, overlaps: bool, tile: tuple[int, ...], instruction: str
+) -> None:
+    """Weights come 16 bytes a thread past the first cache, and the first of them before what they are multiplied with."""
+    from agentkv.kernels import linear_triton, overlap
+
+    monkeypatch.setattr(overlap, "_can_overlap", lambda device: overlaps)
+    x, weight = torch.zeros(9, 2560, dtype=BF16), torch.zeros(6144, 2560, dtype=BF16)
+    linear_triton.stream(x, weight, None, linear_triton.Tile(*tile))
+    made = built["_linear_kernel"]
+    assert "cp.async.cg" in made
+    assert instruction in made
+    linear_triton.stream(x, weight, None, linear_triton.Tile(*tile[:5]), gated=True)
+    assert ("_sum_kernel" in built) == (len(tile) > 5)
+    assert ("griddepcontrol.wait" in made) == overlaps
+    if overlaps and len(tile) > 5:
+        assert made.index("prefetch.global.L2") < made.index("griddepcontrol.wait") < made.index("cp.async.cg")
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])

@@ -10,7 +10,8 @@ import torch
 from agentkv.kernels.gate import gate
 from agentkv.kernels.rms_norm import rms_norm
 from agentkv.kernels.rotate import rotate
-from agentkv.kernels.store_kv import store_kv
+from agentkv.kernels.rotate_store import rotate_store
+from agentkv.kernels.store_kv import Places, store_kv
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 TOKENS = [1, 3, 16, 17, 40]
@@ -81,4 +82,25 @@ def test_store_from_a_packed_projection(dtype: torch.dtype) -> None:
     store_kv(pages, entries, offsets, k, v)
     for token, (entry, offset) in enumerate(zip(entries.tolist(), offsets.tolist(), strict=True)):
         want[entry, :, 0, offset], want[entry, :, 1, offset] = k[token], v[token]
+    assert torch.equal(pages, want)
+
+
+@pytest.mark.parametrize("dtype", [*TOLERANCE, torch.float64])
+def test_rotation_and_store_in_one(dtype: torch.dtype) -> None:
+    """Queries and keys are turned by the angle, values are as they were, and nothing else of the pages is written."""
+    heads, kv_heads, dim = 3, 2, 12
+    qkv, angle = made(3, heads + 2 * kv_heads, dim, dtype=dtype), made(3, 1, dim // 2).double()
+    pages = made(9, kv_heads, 2, 4, dim, dtype=dtype)
+    want = pages.clone()
+    entries, offsets = torch.tensor([8, 0, 8]), torch.tensor([3, 0, 2])
+    q = rotate_store(qkv, heads, angle.cos().to(dtype), angle.sin().to(dtype), None, 0.0, Places(pages, entries, offsets))
+    wide = qkv.double()
+    as_complex = torch.complex(wide[..., : dim // 2], wide[..., dim // 2 :]) * torch.polar(torch.ones_like(angle), angle)
+    turned = torch.cat((as_complex.real, as_complex.imag), -1)
+    tolerance = TOLERANCE.get(dtype, 1e-6)
+    assert torch.allclose(q.double(), turned[:, :heads], rtol=tolerance, atol=tolerance)
+    for token, (entry, offset) in enumerate(zip(entries.tolist(), offsets.tolist(), strict=True)):
+        k = pages[entry, :, 0, offset]
+        assert torch.allclose(k.double(), turned[token, heads : heads + kv_heads], rtol=tolerance, atol=tolerance)
+        want[entry, :, 0, offset], want[entry, :, 1, offset] = k, qkv[token, heads + kv_heads :]
     assert torch.equal(pages, want)

@@ -88,9 +88,32 @@ def test_store_writes_those_slots_and_no_others(device: str, dtype: torch.dtype,
     assert torch.equal(pages, want)
 
 
+@pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
+@pytest.mark.parametrize("norms", [False, True])
+def test_rotation_and_store_together_are_what_both_are(device: str, dtype: torch.dtype, tolerance: float, norms: bool) -> None:
+    from agentkv.kernels import token_ops_triton as fused
+    from agentkv.kernels.store_kv import Places
+
+    page, heads, kv_heads, dim = 4, 5, 2, 24
+    qkv = drawn(device, dtype, 3, heads + 2 * kv_heads, dim)
+    angle = drawn("cpu", torch.float64, 3, 1, dim // 2, seed=1)
+    cos, sin = angle.cos().to(device, dtype), angle.sin().to(device, dtype)
+    weight = drawn(device, dtype, heads + kv_heads, dim, seed=2) if norms else None
+    arena = drawn(device, dtype, 9 * kv_heads * 2 * page * dim, seed=3)
+    strides = (2 * kv_heads * page * dim * 2, 2 * page * dim, page * dim, dim, 1)
+    pages = arena.clone().as_strided((5, kv_heads, 2, page, dim), strides)
+    want = arena.clone().as_strided(pages.shape, strides)
+    entries, offsets = torch.tensor([3, 0, 3], device=device), torch.tensor([1, 3, 0], device=device)
+    q = fused.turn_and_put(qkv, heads, cos, sin, weight, EPS, Places(pages, entries, offsets))
+    turned = fused.turn(qkv[:, : heads + kv_heads], cos, sin, weight, EPS)
+    fused.put(want, entries, offsets, turned[:, heads:], qkv[:, heads + kv_heads :])
+    assert torch.equal(q, turned[:, :heads])
+    assert torch.equal(pages, want)
+
+
 @only_without_gpu
 def test_cases_pass_interpreted() -> None:
-    pass_interpreted(__file__, 10)
+    pass_interpreted(__file__, 12)
 
 
 @pytest.mark.gpu

@@ -19,13 +19,11 @@ class Gemma3Layer(DecoderLayer):
         self.pre_feedforward_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.post_feedforward_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, hooks: Lifecycle) -> Tensor:
-        """The residual stream `[num_tokens, hidden_size]` after this layer."""
-        attended = self.self_attn(self.input_layernorm(hidden), cos, sin, hooks)
-        hidden = hidden + self.post_attention_layernorm(attended)
-        hidden = hidden + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(hidden)))
-        hooks.layer_end(self.layer, hidden)
-        return hidden
+    def forward(self, hidden: Tensor, normed: Tensor, cos: Tensor, sin: Tensor, hooks: Lifecycle) -> tuple[Tensor, Tensor]:
+        """What the residual stream after this layer is the sum of, see DecoderLayer."""
+        attended = self.post_attention_layernorm(self.self_attn(normed, cos, sin, hooks))
+        hidden, normed = self.pre_feedforward_layernorm.add(hidden, attended)
+        return hidden, self.post_feedforward_layernorm(self.mlp(normed))
 
 
 class Gemma3(Decoder):
