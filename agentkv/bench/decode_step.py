@@ -152,7 +152,7 @@ def _measure(num_rows: int, length: int) -> Callable[[Rig], Measured]:
 
 def kernel_times(work: Work, device: torch.device) -> dict[str, Any]:
     """Where a step's time goes: by kernel its microseconds and launches, the longest first, and the sum of all; {} where there
-    is nothing that counts them."""
+    is nothing that counts them. A kernel that takes its place early is counted from then on, so the sum may exceed the step."""
     from torch.profiler import ProfilerActivity, profile
 
     if device.type != "cuda":

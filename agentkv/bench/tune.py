@@ -44,16 +44,16 @@ class Setting(NamedTuple):
     merge: Merge = "after"
 
 
-TILES = ((2, 2, 64), (4, 2, 64), (2, 4, 64), (4, 4, 64), (2, 2, 32), (4, 2, 128), (4, 4, 128), (1, 2, 32))
-"""Warps, stages, tokens of a tile."""
-CUTS = ((16, 64, 1024), (32, 64, 512), (16, 128, 1024))
-PROGRAMS = (2, 3, 4, 5, 6)
+TILES = ((2, 2, 64), (2, 6, 64), (2, 8, 64), (4, 6, 64), (4, 8, 64), (4, 4, 128), (4, 6, 128), (2, 6, 32), (2, 8, 32))
+"""Warps, stages, tokens of a tile. A page's place is read before the page, so two stages are one tile in shared memory."""
+CUTS = ((16, 64, 1024), (32, 64, 512), (32, 128, 512), (64, 128, 512))
+PROGRAMS = (3, 4, 6, 8)
 MERGES: tuple[Merge, ...] = ("after", "last", "overlap")
 
 
 def compiled_ways() -> list[Setting]:
-    """The first round."""
-    return [Setting(*tile) for tile in TILES]
+    """The first round: many programs with little each and few with much want different cuts."""
+    return [Setting(*tile, few=few, most=most, long=long) for tile, (few, most, long) in product(TILES, (CUTS[0], CUTS[2]))]
 
 
 def scheduled_ways(best: Setting, merges: Sequence[Merge] = MERGES) -> list[Setting]:
