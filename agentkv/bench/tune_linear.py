@@ -219,11 +219,12 @@ def _tile(row: dict[str, Any]) -> Tile:
 
 
 def tune(
-    *, out: Path, minutes: float = 2.0, repeats: int = 5, device: str = "cuda", shapes: Sequence[Shape] = SHAPES,
-    tell: Callable[[str], None] | None = None,
+    *, out: Path, minutes: float = 2.0, repeats: int = 5, device: str = "cuda", tiny: bool = False,
+    shapes: Sequence[Shape] = SHAPES, tell: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Every shape that is begun in time; `out`/tune-linear.json has all, `out`/linear.json what the kernel reads."""
-    rig = Rig(torch.device(device), repeats, peers=False)
+    """Every shape that is begun in time; `out`/tune-linear.json has all, `out`/linear.json what the kernel reads. tiny:
+    for an interpreter."""
+    rig = Rig(torch.device(device), repeats, tiny, peers=False)
     out.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {**machine(rig.device), "ceilings": rig.measure_ceilings(), "shapes": []}
     dtype = torch.bfloat16 if rig.device.type == "cuda" else torch.float32  # an interpreter has no products of the former
