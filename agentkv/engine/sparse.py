@@ -237,8 +237,8 @@ class SparseMethod:
         """The normed hidden states that k and v are about to be made from."""
 
     def store(self, layer: int, k_raw: Tensor, k: Tensor, v: Tensor, batch: DeviceBatch) -> None:
-        """Write the new tokens' KV. k_raw is k before its norm and rotation. Default: into the row's pages; who leaves it at that
-        may not be called, see `Lifecycle.places`."""
+        """Write the new tokens' KV. k_raw is k before its norm and rotation. Default: into the row's pages; who
+        leaves it at that may not be called, see `Lifecycle.places`."""
         store_kv(batch.pages(layer), *batch.places_of(layer), k, v)
 
     def select(self, layer: int, q: Tensor, q_raw: Tensor, batch: DeviceBatch) -> Selection | None:
