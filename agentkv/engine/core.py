@@ -123,6 +123,7 @@ class EngineConfig:
     of host memory for the KV of idle chains and preempted sequences, 0 for none. lookup: most tokens that a decode row
     forwards in one step, guesses of prompt lookup included; 0 guesses nothing.
 
+    graphs: on a GPU, decode steps are captured and replayed (see `graphs.Graphs`).
     patience: steps that a waiting request may be passed over before it is owed service (see `queue.WaitingQueue`).
     step_timeout: seconds after which a step is taken for lost (see `worker.EngineWorker`).
     """
@@ -137,6 +138,7 @@ class EngineConfig:
     step_timeout: float = 300.0
     warm_memory: int = 0
     lookup: int = 0
+    graphs: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,8 @@ class ModelRunner:
     """Runs one model with one or several methods over the KV arena it owns. Implements `core.Runner`; used by one thread.
 
     methods: in the order of `forms`. prefill: by method another that selects and views while prompts are read; None is the same
-    method. BadRequest where a method does not serve the model, or stands there twice.
+    method. graphs: of decode steps; None are those of a GPU where `config.graphs`, and none elsewhere. BadRequest where a method
+    does not serve the model, or stands there twice.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class ModelRunner:
         methods: SparseMethod | Sequence[SparseMethod],
         *,
         prefill: SparseMethod | Sequence[SparseMethod | None] | None = None,
+        graphs: Graphs[Key] | None = None,
     ) -> None:
         self.loaded = loaded
         self.config = config
@@ -63,6 +65,10 @@ class ModelRunner:
         size = query_window(methods)
         window = QueryWindow(config.max_rows, self.served[0].shape, size, loaded.device) if size else None
         self._stage = Stage(self.pages, self.served, group_of, sealed, window)
+        if graphs is None and config.graphs and loaded.device.type == "cuda":
+            graphs = Graphs(CudaDevice(loaded.device))
+        self.graphs = graphs
+        self.buckets = Buckets()
         if loaded.device.type == "cpu":
             cpu_kernels()  # built now, not in the first step
 
@@ -74,9 +80,11 @@ class ModelRunner:
         if not batch.rows:
             return []
         with self._threads(batch):
-            step = self.prepare(batch)
-            hidden = self.forward(step)
-            return self._sample(step, hidden)
+            if self.graphs is None or not self._replayable(batch.rows):
+                step = self.prepare(batch)
+                return self._sample(step, self._scores(step))
+            plan = self._stage.plan(batch, self.buckets)
+            return self._sample(plan, *self.graphs.run(plan.limits, plan.packed.values, self.loaded.device, self._drawing(plan)))
 
     @torch.inference_mode()
     def logits(self, batch: Batch) -> Tensor:
