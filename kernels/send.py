@@ -1,4 +1,4 @@
-"""Integers from the host to a device."""
+"""Numbers from the host to a device, without making the host wait for the copy."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ import torch
 from torch import Tensor
 
 
-def staged(values: Sequence[int], device: torch.device) -> Tensor:
-    """int64 `[len(values)]` in host memory from which copies to the device do not make the host wait. Torch keeps the memory
-    until they are done."""
-    return torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
+def staged(values: Sequence[int] | Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """`[len(values)]` in host memory from which copies do not wait. Torch keeps the memory until they are done."""
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
 
 
-def send(values: Sequence[int], device: torch.device) -> Tensor:
-    """int64 `[len(values)]` on the device; the host does not wait for the copy."""
-    return staged(values, device).to(device, non_blocking=True)
+def send(values: Sequence[int] | Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """`[len(values)]` on the device."""
+    return staged(values, device, dtype).to(device, non_blocking=True)
+
+
+def carry(host: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on the device."""
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)

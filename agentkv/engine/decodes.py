@@ -61,12 +61,14 @@ def _attend_biased(
     table, _ = lines.visible(pages.shape[1])
     bias = _by_query(_bias(part, pages.shape[1], max(lines.host_lens)), batch)
     if lines.starts is not None:
-        if bias is None:
-            bias = torch.zeros(len(lines.lens), pages.shape[1], max(lines.host_lens), device=q.device)
         front = lines.starts - lines.starts % lines.page_size
-        slots = torch.arange(table.max_slots, device=bias.device) + front.unsqueeze(1)
-        shown = slots.clamp(max=bias.shape[2] - 1).unsqueeze(1).expand(-1, pages.shape[1], -1)
-        bias = bias.gather(2, shown.to(torch.int64)).masked_fill((slots < lines.starts.unsqueeze(1)).unsqueeze(1), -torch.inf)
+        slots = torch.arange(table.max_slots, device=q.device) + front.unsqueeze(1)
+        if bias is None:
+            bias = torch.zeros(len(slots), pages.shape[1], table.max_slots, device=q.device)
+        else:
+            shown = slots.clamp(max=bias.shape[2] - 1).unsqueeze(1).expand(-1, pages.shape[1], -1)
+            bias = bias.gather(2, shown.to(torch.int64))
+        bias = bias.masked_fill((slots < lines.starts.unsqueeze(1)).unsqueeze(1), -torch.inf)
     return ragged_decode(q, pages, table.entries, table.rows, table.lens, scale, max_len=table.max_slots, bias=bias)
 
 

@@ -34,7 +34,9 @@ class DeviceGraph(Protocol):
 
 
 class Device(Protocol):
-    """What captures."""
+    """What captures, and for which device."""
+
+    device: torch.device
 
     def capture(self, work: Callable[[], None]) -> DeviceGraph:
         """The operations of `work`. Whatever cannot be captured raises."""
@@ -49,14 +51,14 @@ class CudaDevice:
     """Graphs of a GPU. They share one pool of memory, since one step runs at a time, on one stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
 
     def capture(self, work: Callable[[], None]) -> DeviceGraph:
         """See `Device`. Nothing runs: the work has been run before, so that kernels are compiled and caches are there."""
         graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize(self._device)
+        torch.cuda.synchronize(self.device)
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
@@ -69,7 +71,7 @@ class CudaDevice:
 
     def held_bytes(self) -> int:
         """See `Device`."""
-        return torch.cuda.memory_reserved(self._device)
+        return torch.cuda.memory_reserved(self.device)
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a capture that failed; why it did is known already."""
@@ -113,8 +115,8 @@ class Graphs(Generic[K]):
         self._seconds = 0.0
         self._buffers: list[Tensor] = []
 
-    def run(self, key: K, numbers: Sequence[int], target: torch.device, work: Callable[[Tensor], Outputs]) -> Outputs:
-        """What `work` gives for these numbers, int64 on the device `target`; valid until the next run.
+    def run(self, key: K, numbers: Sequence[int], work: Callable[[Tensor], Outputs]) -> Outputs:
+        """What `work` gives for these numbers, int64 on the device; valid until the next run.
 
         The first run of a key is the work itself; it is captured behind it. A capture that fails is told of once, and its key
         is run as it is.
@@ -122,11 +124,11 @@ class Graphs(Generic[K]):
         found = self._kept.pop(key, None)
         if found is not None:
             self._kept[key] = found  # the newest is last
-            found.inputs.copy_(staged(numbers, target), non_blocking=True)
+            found.inputs.copy_(staged(numbers, self._device.device), non_blocking=True)
             found.graph.replay()
             self._replays += 1
             return found.outputs
-        inputs = send(numbers, target)
+        inputs = send(numbers, self._device.device)
         outputs = work(inputs)
         self._eager += 1
         if key not in self._failed:
@@ -136,9 +138,7 @@ class Graphs(Generic[K]):
     def stats(self) -> GraphStats:
         """Counts since the start."""
         failed = {str(key): why for key, why in self._failed.items()}
-        return GraphStats(
-            self._captured, len(self._kept), self._replays, self._eager, self._seconds, self._bytes, failed
-        )
+        return GraphStats(self._captured, len(self._kept), self._replays, self._eager, self._seconds, self._bytes, failed)
 
     @property
     def keys(self) -> tuple[K, ...]:
@@ -156,7 +156,7 @@ class Graphs(Generic[K]):
 
         try:
             graph = self._device.capture(once)
-        except Exception as error:  # whatever it is, the step itself has run
+        except Exception as error:  # noqa: BLE001 - whatever it is, the step itself has run
             self._failed[key] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             log.warning("decode steps of %s run without a graph: %s", key, self._failed[key])
             return

@@ -15,15 +15,15 @@ GREEDY = Sampling(temperature=0.0)
 class Limits(NamedTuple):
     """Rows of one form that decode, each with one token: what their launches depend on. Steps of equal limits share a graph.
 
-    rows: that there are, with dead ones. slots: by group of the form, the most that a row holds with its new token. starts: by
-    group, does a row see less than all? sealed: the most that a row's sealed part has in a layer and head, 0 where no row has
-    one. fills: pages of KV that become full. holes: was a token pruned, or sealed?
+    rows: that there are, with dead ones. slots: by group of the form, the most that a row holds with its new token. seen: by
+    group, the most of them that a row sees, 0 where each sees all. sealed: the most that a row's sealed part has in a layer and
+    head, 0 where no row has one. fills: pages of KV that become full. holes: was a token pruned, or sealed?
     """
 
     form: int
     rows: int
     slots: tuple[int, ...]
-    starts: tuple[bool, ...]
+    seen: tuple[int, ...]
     sealed: int
     fills: int
     holes: bool

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from agentkv.engine.core import RowWork, TokenScore
+from agentkv.kernels.send import send
 
 
 def score(logits: Tensor, tokens: Tensor, works: Sequence[RowWork]) -> None:
@@ -18,7 +19,7 @@ def score(logits: Tensor, tokens: Tensor, works: Sequence[RowWork]) -> None:
     asking = [index for index, work in enumerate(works) if work.sampling.logprobs]
     if not asking:
         return
-    rows = torch.tensor(asking, device=logits.device)
+    rows = send(asking, logits.device)
     logprobs = logits[rows].double().log_softmax(dim=-1)
     own = logprobs.gather(1, tokens[rows].clamp(min=0).unsqueeze(1))  # -1: nothing was allowed
     count = max(works[index].sampling.top_logprobs for index in asking)

@@ -13,6 +13,8 @@ from agentkv.engine.core import Batch, EngineConfig, RowWork
 from agentkv.engine.devices import cpu_kernels
 from agentkv.engine.form import Form
 from agentkv.engine.forms import query_window, serve, widths
+from agentkv.engine.graphs import CudaDevice, Graphs
+from agentkv.engine.limits import Buckets, Limits
 from agentkv.engine.loader import LoadedModel
 from agentkv.engine.logprobs import score
 from agentkv.engine.pages import KVPages
@@ -21,7 +23,7 @@ from agentkv.engine.sampler import sample
 from agentkv.engine.sealed_pages import SealedUnits
 from agentkv.engine.sealing import PagedSealJob, prune, write_kept
 from agentkv.engine.sparse import SparseController, SparseMethod
-from agentkv.engine.step import Stage, Step
+from agentkv.engine.step import Plan, Stage, Step
 from agentkv.engine.work import PageWork, SealWork, Slot
 from agentkv.errors import EngineFault
 
@@ -35,8 +37,8 @@ class ModelRunner:
     """Runs one model with one or several methods over the KV arena it owns. Implements `core.Runner`; used by one thread.
 
     methods: in the order of `forms`. prefill: by method another that selects and views while prompts are read; None is the same
-    method. graphs: of decode steps; None are those of a GPU where `config.graphs`, and none elsewhere. BadRequest where a method
-    does not serve the model, or stands there twice.
+    method. graphs: of decode steps; None: those of a GPU where `config.graphs`, else none. BadRequest where a method does not
+    serve the model, or stands there twice.
     """
 
     def __init__(
@@ -46,7 +48,7 @@ class ModelRunner:
         methods: SparseMethod | Sequence[SparseMethod],
         *,
         prefill: SparseMethod | Sequence[SparseMethod | None] | None = None,
-        graphs: Graphs[Key] | None = None,
+        graphs: Graphs[tuple[Limits, ...]] | None = None,
     ) -> None:
         self.loaded = loaded
         self.config = config
@@ -81,18 +83,20 @@ class ModelRunner:
             return []
         with self._threads(batch):
             if self.graphs is None or not self._replayable(batch.rows):
-                step = self.prepare(batch)
-                return self._sample(step, self._scores(step))
-            plan = self._stage.plan(batch, self.buckets)
-            return self._sample(plan, *self.graphs.run(plan.limits, plan.packed.values, self.loaded.device, self._drawing(plan)))
+                plan = self._stage.plan(batch)
+                scores = self._scores(plan.build(self.pages.send(plan.packed.values)))
+            else:
+                plan = self._stage.plan(batch, self.buckets)
+                scores = self.graphs.run(plan.limits, plan.packed.values, lambda sent: self._scores(plan.build(sent)))
+            return self._sample(plan, *scores)
 
     @torch.inference_mode()
     def logits(self, batch: Batch) -> Tensor:
         """Forward the batch without sampling: logits of every token `[num_tokens, vocab_size]`, in the batch's order."""
         self.pages.update_tables(batch.table_updates)
-        step = self.prepare(batch)
-        scores = self.loaded.model.logits(self.forward(step))
-        by_row = dict(zip(step.order, torch.split(scores, [len(work.tokens) for work in step.works]), strict=True))
+        plan = self._stage.plan(batch)
+        scores = self.loaded.model.logits(self.forward(plan.build(self.pages.send(plan.packed.values))))
+        by_row = dict(zip(plan.order, torch.split(scores, [len(work.tokens) for work in plan.works]), strict=True))
         return torch.cat([by_row[index] for index in range(len(batch.rows))])
 
     @torch.inference_mode()
@@ -148,14 +152,8 @@ class ModelRunner:
     @contextmanager
     def _threads(self, batch: Batch) -> Iterator[None]:
         """One thread for a small step on the CPU; the process's setting is restored."""
-        held = sum(
-            (min(work.slot, self.groups[index].window or work.slot) + len(work.tokens)) * self.groups[index].token_bytes
-            for work in batch.rows
-            for index in self.forms[work.form].groups
-        )
-        small = batch.num_tokens <= _FEW_TOKENS and self._weight_bytes + held <= _FEW_BYTES
         before = torch.get_num_threads()
-        if not small or before == 1 or self.loaded.device.type != "cpu":
+        if self.loaded.device.type != "cpu" or before == 1 or not self._small(batch):
             yield
             return
         torch.set_num_threads(1)
@@ -163,6 +161,14 @@ class ModelRunner:
             yield
         finally:
             torch.set_num_threads(before)
+
+    def _small(self, batch: Batch) -> bool:
+        held = sum(
+            (min(work.slot, self.groups[index].window or work.slot) + len(work.tokens)) * self.groups[index].token_bytes
+            for work in batch.rows
+            for index in self.forms[work.form].groups
+        )
+        return batch.num_tokens <= _FEW_TOKENS and self._weight_bytes + held <= _FEW_BYTES
 
     def prepare(self, batch: Batch) -> Step:
         """Order the rows and carry the step's integers to the device."""
@@ -176,20 +182,31 @@ class ModelRunner:
         lifecycle.end()
         return hidden
 
-    def _sample(self, step: Step, hidden: Tensor) -> list[int | None]:
+    def _scores(self, step: Step) -> tuple[Tensor, ...]:
+        """Logits `[num_draws, vocab_size]` behind each draw's token, and where each line's largest is, int64 `[num_draws]`."""
+        logits: Tensor = self.loaded.model.logits(self.forward(step)[step.ends])
+        return logits, logits.argmax(dim=-1)
+
+    def _replayable(self, works: Sequence[RowWork]) -> bool:
+        """Is it a step of few enough tokens, all of which draw, of methods whose hooks can be replayed?"""
+        return sum(len(work.tokens) for work in works) <= self.buckets.rows[-1] and all(
+            work.decodes and work.sample and not work.replay and self.served[work.form].replayable for work in works
+        )
+
+    def _sample(self, plan: Plan, logits: Tensor, likeliest: Tensor) -> list[int | None]:
         """Draw for the rows that ask for it; one transfer of all tokens, and one of all log-probabilities."""
-        tokens: list[int | None] = [None] * len(step.works)
-        if not step.draws:
+        tokens: list[int | None] = [None] * len(plan.works)
+        if not plan.draws:
             return tokens
-        works = [_drawing(step.works[index], i) for index, i in step.draws]
-        logits = self.loaded.model.logits(hidden[step.ends])
-        drawn = sample(logits, works)
-        score(logits, drawn, works)
-        for (index, i), work, token in zip(step.draws, works, drawn.tolist(), strict=True):
+        count = len(plan.draws)
+        works = [_drawing(plan.works[index], i) for index, i in plan.draws]
+        drawn = sample(logits[:count], works, likeliest[:count])
+        score(logits[:count], drawn, works)
+        for (index, i), work, token in zip(plan.draws, works, drawn.tolist(), strict=True):
             if i:
-                step.works[index].later.append((token, work.score))
+                plan.works[index].later.append((token, work.score))
             else:
-                tokens[step.order[index]] = token
+                tokens[plan.order[index]] = token
         return tokens
 
 

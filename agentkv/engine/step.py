@@ -23,20 +23,12 @@ from agentkv.errors import EngineFault
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A batch on the device. order: index in the batch of each row of `works`: decodes first, then chunks, then what is
-    forwarded to be looked at; within each by form.
+    """A batch on the device. ends: int64 `[num_draws]`, the token of the step that each draw comes after."""
 
-    draws: (index of the row in `works`, how many of the row's draws come before) of each draw.
-    """
-
-    works: tuple[RowWork, ...]
-    order: tuple[int, ...]
     token_ids: Tensor
     positions: Tensor
     batches: tuple[DeviceBatch, ...]
-    draws: tuple[tuple[int, int], ...]
     ends: Tensor
-    """int64 `[num_draws]`: the token of the step that each draw comes after."""
 
 
 class Packed:
@@ -60,8 +52,10 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A step before anything of it is on the device. limits: of a step that is to be captured, by part; None for one that is
-    not. Plans of equal limits differ in the numbers of `packed` alone. token_ids, positions, ends: where these stand in it."""
+    """A step before anything of it is on the device. order: index in the batch of each row of `works`: decodes first, then
+    chunks, then what is forwarded to be looked at; within each by form. draws: (index of the row in `works`, how many of the
+    row's draws come before) of each draw. limits: by part, of a step that is to be captured, () for one that is not; plans of
+    equal limits differ in the numbers of `packed` alone. token_ids, positions, ends: where these stand in it."""
 
     works: tuple[RowWork, ...]
     order: tuple[int, ...]
@@ -71,14 +65,14 @@ class Plan:
     token_ids: int
     positions: int
     ends: int
-    limits: tuple[Limits, ...] | None = None
+    limits: tuple[Limits, ...] = ()
 
     def build(self, sent: Tensor) -> Step:
         """The step, of the numbers of `packed` on the device, int64."""
         lists = self.packed.split(sent)
         positions = lists[self.positions]
         batches = tuple(part.batch(lists, positions) for part in self.parts)
-        return Step(self.works, self.order, lists[self.token_ids], positions, batches, self.draws, lists[self.ends])
+        return Step(lists[self.token_ids], positions, batches, lists[self.ends])
 
 
 @dataclass(frozen=True)
@@ -119,7 +113,7 @@ class Stage:
             ends = packed.add((*chain(*living), *repeat(0, len(rows) - len(draws))))
         for part in parts:
             part.pack(packed)
-        limits = None if buckets is None else tuple(part.limits for part in parts if part.limits is not None)
+        limits = tuple(part.limits for part in parts if part.limits is not None)
         return Plan(works, tuple(order), draws, tuple(parts), packed, token_ids, positions, ends, limits)
 
     @cached_property
@@ -195,23 +189,30 @@ class _Part:
         )
 
     def _limits(self, buckets: Buckets) -> Limits:
-        pages, form = self.stage.pages, self.served.form
-
-        def most(group: int) -> int:
-            return pages.tables[group].shape[1] * pages.groups[group].page_size
-
-        rows, sealed = buckets.of_rows(self.living), max(work.sealed for work in self.works)
+        form, sealed = self.served.form, max(work.sealed for work in self.works)
+        rows, sizes = buckets.of_rows(self.living), [self._sizes(group, buckets) for group in form.groups]
         return Limits(
             form=self.form,
             rows=rows,
-            slots=tuple(
-                buckets.of_slots(max(work.slot_in(group) for work in self.works) + 1, most(group)) for group in form.groups
-            ),
-            starts=tuple(bool(self._starts_in(group)) for group in form.groups),
-            sealed=buckets.of_slots(sealed, min(most(group) for group in form.sealed)) if sealed else 0,
+            slots=tuple(slots for slots, _ in sizes),
+            seen=tuple(seen for _, seen in sizes),
+            sealed=buckets.of_slots(sealed, min(self._most(group) for group in form.sealed)) if sealed else 0,
             fills=rows if self._full else 0,
             holes=any(work.slot != work.position for work in self.works),
         )
+
+    def _sizes(self, group: int, buckets: Buckets) -> tuple[int, int]:
+        """`slots` and `seen` of the limits. Where not all is seen, what is seen says how much there is to do."""
+        lens, starts = [work.slot_in(group) + 1 for work in self.works], self._starts_in(group)
+        most = self._most(group)
+        if not starts:
+            return buckets.of_slots(max(lens), most), 0
+        return most, buckets.of_slots(max(n - first for n, (first, *_) in zip(lens, starts, strict=True)), most)
+
+    def _most(self, group: int) -> int:
+        """Slots that a row can have in a group."""
+        pages = self.stage.pages
+        return pages.tables[group].shape[1] * pages.groups[group].page_size
 
     def _add_group(self, index: int, packed: Packed) -> tuple[int, int, int]:
         """Slots of the tokens, lengths of the rows, and first visible slots of the tokens."""
@@ -262,9 +263,8 @@ class _Part:
         index = self.served.form.groups[place]
         if self.limits is None:
             return tuple(work.slot_in(index) + len(work.tokens) for work in self.works), self._starts[index]
-        slots, window = self.limits.slots[place], self.stage.pages.groups[index].window
-        first = 0 if window is None else max(0, slots - window)
-        return (slots,) * self.limits.rows, ((first,),) * self.limits.rows if self.limits.starts[place] else ()
+        rows, slots, seen = self.limits.rows, self.limits.slots[place], self.limits.seen[place]
+        return (slots,) * rows, ((slots - seen,),) * rows if seen else ()
 
     def _sealed(self, rows: Tensor, bounds: Tensor) -> SealedPages | None:
         pages, units = self.stage.pages, self.stage.sealed[self.form]

@@ -1,0 +1,68 @@
+"""A graph for a CPU: every operation of a captured step is recorded, and run again on the same tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero"}
+"""What needs a value on the host."""
+FROZEN = {"aten::lift_fresh", "aten::lift_fresh_copy"}
+"""What brings lists of the host into the step, where they stay as they were."""
+
+Call = tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]
+
+
+class RecordedDevice:
+    """The CPU as a device with graphs. A capture runs the work once more: what a step writes twice is the same."""
+
+    device = torch.device("cpu")
+
+    def capture(self, work: Callable[[], None]) -> RecordedGraph:
+        """Every operation that torch dispatches, with its arguments and results."""
+        with _Recorder() as recorder:
+            work()
+        return RecordedGraph(recorder.calls)
+
+    def held_bytes(self) -> int:
+        """Nothing is counted."""
+        return 0
+
+
+class RecordedGraph:
+    """Runs what was recorded: whatever the host computed meanwhile is as it was."""
+
+    def __init__(self, calls: list[Call]) -> None:
+        self._calls = calls
+
+    def replay(self) -> None:
+        """Results go to where those of the capture lie. Views see them there, and what is written in place is there."""
+        for function, args, kwargs, results in self._calls:
+            for result, again in zip(results, _tensors(function(*args, **kwargs)), strict=True):
+                if result.data_ptr() != again.data_ptr():
+                    result.copy_(again)
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().split(".")[0]
+        if name in WAITS:
+            raise RuntimeError(f"{name} waits for the device")
+        if name in FROZEN and args[0].dim():
+            raise RuntimeError(f"{name} carries numbers of the host into a captured step")
+        made = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, _tensors(made)))
+        return made
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
