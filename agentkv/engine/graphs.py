@@ -14,6 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from agentkv.engine.limits import DEFAULT, Buckets
 from agentkv.kernels.send import send, staged
 
 log = logging.getLogger(__name__)
@@ -105,9 +106,11 @@ class GraphStats:
 
 
 class Graphs(Generic[K]):
-    """Steps by key: what launches, sizes and addresses follow from. most: graphs that are kept."""
+    """Steps by key: what launches, sizes and addresses follow from. buckets: how keys are rounded. most: graphs that are
+    kept."""
 
-    def __init__(self, device: Device, most: int = MOST_GRAPHS) -> None:
+    def __init__(self, device: Device, buckets: Buckets = DEFAULT, most: int = MOST_GRAPHS) -> None:
+        self.buckets = buckets
         self._device, self._most = device, most
         self._kept: dict[K, _Captured] = {}
         self._failed: dict[K, str] = {}

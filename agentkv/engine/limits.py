@@ -46,6 +46,10 @@ class Buckets:
         return min(max(self.slots, 1 << (count - 1).bit_length()), most)
 
 
+DEFAULT = Buckets()
+"""How they are rounded on a GPU."""
+
+
 def single(works: Sequence[RowWork]) -> list[RowWork]:
     """Decode rows with guesses as rows of one token each: a guess sees what its row holds up to itself."""
     if not any(work.drafted for work in works):

@@ -14,7 +14,7 @@ from agentkv.engine.devices import cpu_kernels
 from agentkv.engine.form import Form
 from agentkv.engine.forms import query_window, serve, widths
 from agentkv.engine.graphs import CudaDevice, Graphs
-from agentkv.engine.limits import Buckets, Limits
+from agentkv.engine.limits import Limits
 from agentkv.engine.loader import LoadedModel
 from agentkv.engine.logprobs import score
 from agentkv.engine.pages import KVPages
@@ -70,7 +70,6 @@ class ModelRunner:
         if graphs is None and config.graphs and loaded.device.type == "cuda":
             graphs = Graphs(CudaDevice(loaded.device))
         self.graphs = graphs
-        self.buckets = Buckets()
         if loaded.device.type == "cpu":
             cpu_kernels()  # built now, not in the first step
 
@@ -82,13 +81,15 @@ class ModelRunner:
         if not batch.rows:
             return []
         with self._threads(batch):
-            if self.graphs is None or not self._replayable(batch.rows):
-                plan = self._stage.plan(batch)
-                scores = self._scores(plan.build(self.pages.send(plan.packed.values)))
-            else:
-                plan = self._stage.plan(batch, self.buckets)
-                scores = self.graphs.run(plan.limits, plan.packed.values, lambda sent: self._scores(plan.build(sent)))
-            return self._sample(plan, *scores)
+            graphs = self.graphs if self._replayable(batch) else None
+            plan = self._stage.plan(batch, graphs.buckets if graphs else None)
+
+            def scores(sent: Tensor) -> tuple[Tensor, ...]:
+                return self._scores(plan.build(sent))
+
+            values = plan.packed.values
+            found = graphs.run(plan.limits, values, scores) if graphs else scores(self.pages.send(values))
+            return self._sample(plan, *found)
 
     @torch.inference_mode()
     def logits(self, batch: Batch) -> Tensor:
@@ -187,11 +188,12 @@ class ModelRunner:
         logits: Tensor = self.loaded.model.logits(self.forward(step)[step.ends])
         return logits, logits.argmax(dim=-1)
 
-    def _replayable(self, works: Sequence[RowWork]) -> bool:
+    def _replayable(self, batch: Batch) -> bool:
         """Is it a step of few enough tokens, all of which draw, of methods whose hooks can be replayed?"""
-        return sum(len(work.tokens) for work in works) <= self.buckets.rows[-1] and all(
-            work.decodes and work.sample and not work.replay and self.served[work.form].replayable for work in works
-        )
+        if self.graphs is None or batch.num_tokens > self.graphs.buckets.rows[-1]:
+            return False
+        decode = (work.decodes and work.sample and not work.replay for work in batch.rows)
+        return all(decode) and all(self.served[form].replayable for form in {work.form for work in batch.rows})
 
     def _sample(self, plan: Plan, logits: Tensor, likeliest: Tensor) -> list[int | None]:
         """Draw for the rows that ask for it; one transfer of all tokens, and one of all log-probabilities."""

@@ -1,4 +1,8 @@
-"""A graph for a CPU: every operation of a captured step is recorded, and run again on the same tensors."""
+"""A graph for a CPU: every operation of a captured step is recorded, and run again on the same tensors.
+
+So whatever the host put into the step other than by its inputs stays what it was, as it would on a GPU. What does not go
+through torch's dispatcher (the CPU's compiled kernels) is not seen: float64 has none.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero"}
-"""What needs a value on the host."""
-FROZEN = {"aten::lift_fresh", "aten::lift_fresh_copy"}
-"""What brings lists of the host into the step, where they stay as they were."""
+from agentkv.check.outcome import Failed
+from agentkv.check.waiting import NoReading, NoWaiting
+
+FROZEN = ("lift_fresh", "lift_fresh_copy")
+"""Operations that bring lists of the host into the step, where they stay as they were."""
 
 Call = tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]
 
@@ -24,8 +29,8 @@ class RecordedDevice:
     device = torch.device("cpu")
 
     def capture(self, work: Callable[[], None]) -> RecordedGraph:
-        """Every operation that torch dispatches, with its arguments and results."""
-        with _Recorder() as recorder:
+        """Every operation that torch dispatches, with its arguments and results. Failed for what a GPU could not capture."""
+        with NoReading(), NoWaiting(), _Recorder() as recorder:  # type: ignore[no-untyped-call]
             work()
         return RecordedGraph(recorder.calls)
 
@@ -48,17 +53,18 @@ class RecordedGraph:
                     result.copy_(again)
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes what is dispatched."""
+
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Call] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.name().split(".")[0]
-        if name in WAITS:
-            raise RuntimeError(f"{name} waits for the device")
+        """Run the operation and note it."""
+        name = func.overloadpacket.__name__
         if name in FROZEN and args[0].dim():
-            raise RuntimeError(f"{name} carries numbers of the host into a captured step")
+            raise Failed(f"{name} carries numbers of the host into a captured step")
         made = func(*args, **(kwargs or {}))
         self.calls.append((func, args, kwargs or {}, _tensors(made)))
         return made
