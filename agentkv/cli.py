@@ -142,6 +142,7 @@ def serve(
     step_timeout: Annotated[float | None, typer.Option(help="Seconds until a step is taken for lost. Default: 300.")] = None,
     lookup: Lookup = 8,
     threads: Annotated[int | None, typer.Option(help="CPU threads of the engine. Default: torch's number.")] = None,
+    graphs: Annotated[bool, typer.Option(help="On a GPU, replay decode steps from CUDA graphs.")] = True,
     api_key: Annotated[
         list[str] | None, typer.Option(envvar="AGENTKV_API_KEY", help="Accepted bearer key; repeatable.")
     ] = None,
@@ -157,7 +158,7 @@ def serve(
     default_policy = _policy_file(policy) if policy else None
     _check_free(host, port)
     sizes: dict[str, Any] = {"memory": memory, "window": window, "page_size": page_size, "warm_memory": warm_memory}
-    sizes |= {"step_timeout": step_timeout, "lookup": lookup, "threads": threads}
+    sizes |= {"step_timeout": step_timeout, "lookup": lookup, "threads": threads, "graphs": graphs}
     sizes["methods"] = also or ()
     with Runtime(model, method=method, device=device, dtype=dtype, db=db or DEFAULT, **sizes) as runtime:
         lines = paste_lines(f"http://{host}:{port}", runtime.model_name, runtime.window)

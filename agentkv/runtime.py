@@ -92,7 +92,8 @@ class Runtime:
     bytes of host memory for the KV of idle sessions, 0 for none; None: none on CPU, a quarter of what is free with a GPU.
     step_timeout: seconds after which a step is taken for lost and who waits gets EngineFault; None is 300. lookup: most
     tokens that a step may check for one session, the next one and guesses from its own text; 0 guesses nothing. Answers are
-    the same either way, sampled ones too. threads: of the engine's work on a CPU; None is torch's number.
+    the same either way, sampled ones too. threads: of the engine's work on a CPU; None is torch's number. graphs: on a GPU,
+    decode steps are captured once and replayed.
 
     Raises UnknownModel, BadModel, UnknownOption, BadRequest and StoreFault. Not closing it leaks nothing past the process.
     """
@@ -113,6 +114,7 @@ class Runtime:
         step_timeout: float | None = None,
         lookup: int = 8,
         threads: int | None = None,
+        graphs: bool = True,
     ) -> None:
         # OpenMP threads that spin while they wait make every step many times slower as soon as the cores are shared.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -133,6 +135,7 @@ class Runtime:
                 step_timeout=step_timeout,
                 lookup=lookup,
                 threads=threads,
+                graphs=graphs,
             )
         except BaseException:
             if self._store is not None:
@@ -330,8 +333,10 @@ class Runtime:
         but not to be had without moving units; moved_bytes: moved so far. warm: KV in host memory. queue: sequences by state.
         preempted: those that wait and have run before. preemptions, recomputed_tokens, deadline_misses: since the start.
         decoding: what steps without prompts made so far, and guesses of prompt lookup that were checked and that came true.
+        graphs: decode steps that were captured, kept and replayed, seconds and bytes that this took, and what failed, by what
+        it was captured for; None on a CPU.
         """
-        worker = self._engine.worker
+        worker, graphs = self._engine.worker, self._engine.graphs
         found, peak, decoding = worker.call(lambda: (worker.llm.stats(), worker.llm.peak_bytes, asdict(worker.llm.decoding)))
         return {
             "arena": {name: size for name, size in found.bytes.items() if name != "reserved"},
@@ -347,6 +352,7 @@ class Runtime:
             "recomputed_tokens": found.tally.recomputed,
             "deadline_misses": found.tally.deadline_misses,
             "decoding": decoding,
+            "graphs": None if graphs is None else asdict(graphs.stats()),
             "sessions": len(self._live),
             "prefill_tokens_per_second": round(self._engine.backend.prefill_rate(), 1),
         }
