@@ -1,8 +1,12 @@
-"""Numbers from the host to a device, without making the host wait for the copy."""
+"""Numbers from the host to a device and back, without making the host wait for the copy."""
+
+# mypy: disable-error-code="no-untyped-call"
+# (torch's events)
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,3 +25,23 @@ def send(values: Sequence[int] | Sequence[float], device: torch.device, dtype: t
 def carry(host: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host on the device."""
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
+class Fetched:
+    """A tensor of a device on its way to the host."""
+
+    def __init__(self, given: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._host = given
+        if given.is_cuda:
+            self._host = torch.empty(given.shape, dtype=given.dtype, pin_memory=True)
+            self._host.copy_(given, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(given.device))
+
+    def tolist(self) -> list[Any]:
+        """What it holds, when it is there."""
+        if self._event is not None:
+            self._event.synchronize()
+        found: list[Any] = self._host.tolist()
+        return found

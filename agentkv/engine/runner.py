@@ -9,14 +9,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from agentkv.engine.core import Batch, EngineConfig, RowWork
+from agentkv.engine.core import Batch, EngineConfig, Launched, RowWork
 from agentkv.engine.devices import cpu_kernels
 from agentkv.engine.form import Form
 from agentkv.engine.forms import query_window, serve, widths
 from agentkv.engine.graphs import CudaDevice, Graphs
 from agentkv.engine.limits import Limits
 from agentkv.engine.loader import LoadedModel
-from agentkv.engine.logprobs import score
+from agentkv.engine.logprobs import Scored, score
 from agentkv.engine.pages import KVPages
 from agentkv.engine.query_window import QueryWindow
 from agentkv.engine.sampler import sample
@@ -26,6 +26,7 @@ from agentkv.engine.sparse import SparseController, SparseMethod
 from agentkv.engine.step import Plan, Stage, Step
 from agentkv.engine.work import PageWork, SealWork, Slot
 from agentkv.errors import EngineFault
+from agentkv.kernels.send import Fetched
 
 _FEW_TOKENS = 16
 _FEW_BYTES = 128 << 20
@@ -66,30 +67,38 @@ class ModelRunner:
         sealed = tuple(SealedUnits(self.pages, served) if served.layout else None for served in self.served)
         size = query_window(methods)
         window = QueryWindow(config.max_rows, self.served[0].shape, size, loaded.device) if size else None
-        self._stage = Stage(self.pages, self.served, group_of, sealed, window)
+        fed = torch.zeros(config.max_rows, dtype=torch.int64, device=loaded.device)
+        self._stage = Stage(self.pages, self.served, group_of, sealed, window, fed)
+        self.ahead = loaded.device.type == "cuda"
         if graphs is None and config.graphs and loaded.device.type == "cuda":
             graphs = Graphs(CudaDevice(loaded.device))
         self.graphs = graphs
         if loaded.device.type == "cpu":
             cpu_kernels()  # built now, not in the first step
 
-    @torch.inference_mode()
     def execute(self, batch: Batch) -> list[int | None]:
         """Forward the batch; for each row the (first) sampled token id, None where `sample` is False, -1 where a mask allows
         none."""
+        return self.launch(batch).wait()
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch, after: Launched | None = None) -> StepDrawn:
+        """Queue the same on the device. after: what `launch` gave for the step before it, whose draws are the tokens of rows
+        that follow it."""
         self.pages.update_tables(batch.table_updates)
         if not batch.rows:
-            return []
+            return StepDrawn(batch)
         with self._threads(batch):
             graphs = self.graphs if self._replayable(batch) else None
-            plan = self._stage.plan(batch, graphs.buckets if graphs else None)
+            drawn = after.by_row if isinstance(after, StepDrawn) else {}
+            plan = self._stage.plan(batch, graphs.buckets if graphs else None, drawn)
 
             def scores(sent: Tensor) -> tuple[Tensor, ...]:
                 return self._scores(plan.build(sent))
 
             values = plan.packed.values
-            found = graphs.run(plan.limits, values, scores) if graphs else scores(self.pages.send(values))
-            return self._sample(plan, *found)
+            logits, likeliest = graphs.run(plan.limits, values, scores) if graphs else scores(self.pages.send(values))
+            return self._draw(batch, plan, logits, likeliest)
 
     @torch.inference_mode()
     def logits(self, batch: Batch) -> Tensor:
@@ -195,16 +204,42 @@ class ModelRunner:
         decode = (work.decodes and work.sample and not work.replay for work in batch.rows)
         return all(decode) and all(self.served[form].replayable for form in {work.form for work in batch.rows})
 
-    def _sample(self, plan: Plan, logits: Tensor, likeliest: Tensor) -> list[int | None]:
+    def _draw(self, batch: Batch, plan: Plan, logits: Tensor, likeliest: Tensor) -> StepDrawn:
         """Draw for the rows that ask for it; one transfer of all tokens, and one of all log-probabilities."""
-        tokens: list[int | None] = [None] * len(plan.works)
-        if not plan.draws:
-            return tokens
         count = len(plan.draws)
+        if not count:
+            return StepDrawn(batch)
         works = [_drawing(plan.works[index], i) for index, i in plan.draws]
         drawn = sample(logits[:count], works, likeliest[:count])
-        score(logits[:count], drawn, works)
-        for (index, i), work, token in zip(plan.draws, works, drawn.tolist(), strict=True):
+        if count <= len(self._stage.fed):
+            self._stage.fed[:count] = drawn
+        return StepDrawn(batch, plan, works, Fetched(drawn), score(logits[:count], drawn, works))
+
+
+class StepDrawn:
+    """What a step drew, on its way to the host. Implements `core.Launched`. by_row: which of the draws is a row's first."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        plan: Plan | None = None,
+        works: Sequence[RowWork] = (),
+        drawn: Fetched | None = None,
+        scored: Scored | None = None,
+    ) -> None:
+        self._batch, self._plan, self._works, self._drawn, self._scored = batch, plan, works, drawn, scored
+        draws = plan.draws if plan is not None else ()
+        self.by_row = {work.row: number for number, (work, (_, i)) in enumerate(zip(works, draws, strict=True)) if not i}
+
+    def wait(self) -> list[int | None]:
+        """See `core.Launched`."""
+        tokens: list[int | None] = [None] * len(self._batch.rows)
+        if self._plan is None or self._drawn is None:
+            return tokens
+        if self._scored is not None:
+            self._scored.tell()
+        plan = self._plan
+        for (index, i), work, token in zip(plan.draws, self._works, self._drawn.tolist(), strict=True):
             if i:
                 plan.works[index].later.append((token, work.score))
             else:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain, groupby, repeat
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -55,7 +56,8 @@ class Plan:
     """A step before anything of it is on the device. order: index in the batch of each row of `works`: decodes first, then
     chunks, then what is forwarded to be looked at; within each by form. draws: (index of the row in `works`, how many of the
     row's draws come before) of each draw. limits: by part, of a step that is to be captured, () for one that is not; plans of
-    equal limits differ in the numbers of `packed` alone. token_ids, positions, ends: where these stand in it."""
+    equal limits differ in the numbers of `packed` alone. token_ids, positions, ends: where these stand in it; sources: of each
+    token, which draw of the step before it is, -1 for none; None where there is no such token. fed: those draws."""
 
     works: tuple[RowWork, ...]
     order: tuple[int, ...]
@@ -65,35 +67,41 @@ class Plan:
     token_ids: int
     positions: int
     ends: int
+    sources: int | None
+    fed: Tensor
     limits: tuple[Limits, ...] = ()
 
     def build(self, sent: Tensor) -> Step:
         """The step, of the numbers of `packed` on the device, int64."""
         lists = self.packed.split(sent)
-        positions = lists[self.positions]
+        token_ids, positions = lists[self.token_ids], lists[self.positions]
+        if self.sources is not None:
+            sources = lists[self.sources]
+            token_ids = torch.where(sources < 0, token_ids, self.fed[sources.clamp(min=0)])
         batches = tuple(part.batch(lists, positions) for part in self.parts)
-        return Step(lists[self.token_ids], positions, batches, lists[self.ends])
+        return Step(token_ids, positions, batches, lists[self.ends])
 
 
 @dataclass(frozen=True)
 class Stage:
     """What steps are built over: the runner's pages and forms. group_of: layer -> its KV group; sealed: where sealed parts of K
-    and V lie, by form; window: of queries, where a method asks for it."""
+    and V lie, by form; window: of queries, where a method asks for it; fed: int64 `[max_rows]`, what the last step drew."""
 
     pages: KVPages
     served: tuple[Served, ...]
     group_of: tuple[int, ...]
     sealed: tuple[SealedUnits | None, ...]
     window: QueryWindow | None
+    fed: Tensor
 
     def step(self, batch: Batch) -> Step:
         """Order the rows, and carry what the device must know of them there."""
         plan = self.plan(batch)
         return plan.build(self.pages.send(plan.packed.values))
 
-    def plan(self, batch: Batch, buckets: Buckets | None = None) -> Plan:
+    def plan(self, batch: Batch, buckets: Buckets | None = None, drawn: Mapping[int, int] = MappingProxyType({})) -> Plan:
         """Order the rows, and write down what the device must know of them. buckets: the step is to be captured; all its rows
-        decode and draw."""
+        decode and draw. drawn: by row, which draw of the step before was the row's."""
         order = sorted(range(len(batch.rows)), key=lambda index: _kind(batch.rows[index]))
         works = tuple(batch.rows[index] for index in order)
         draws = tuple(
@@ -105,6 +113,9 @@ class Stage:
         packed, rows = Packed(), [work for part in parts for work in part.works]
         token_ids = packed.add(token for work in rows for token in work.tokens)
         positions = packed.add(work.position + i for work in rows for i in range(len(work.tokens)))
+        sources = None
+        if buckets is not None or any(work.follows for work in works):
+            sources = packed.add(drawn[work.row] if work.follows else -1 for work in rows for _ in work.tokens)
         if buckets is None:
             stops = list(accumulate(len(work.tokens) for work in works))
             ends = packed.add(stops[index] - 1 - works[index].drafted + i for index, i in draws)
@@ -114,7 +125,7 @@ class Stage:
         for part in parts:
             part.pack(packed)
         limits = tuple(part.limits for part in parts if part.limits is not None)
-        return Plan(works, tuple(order), draws, tuple(parts), packed, token_ids, positions, ends, limits)
+        return Plan(works, tuple(order), draws, tuple(parts), packed, token_ids, positions, ends, sources, self.fed, limits)
 
     @cached_property
     def places(self) -> tuple[tuple[dict[str, tuple[Tensor, int]], tuple[int, ...]], ...]:

@@ -57,6 +57,8 @@ def copying(visible: list[list[Content]], seed: int, step: int, vocab: int) -> i
 class FakeRunner:
     """Implements `core.Runner` over a dictionary of granules."""
 
+    ahead = False
+
     def __init__(
         self,
         units: int,
