@@ -46,6 +46,7 @@ class Life:
     names: tuple[str | SparseMethod, ...]
     graphs: Graphs[Any] | None
     lookup: int = 0
+    ahead: bool = False
     llm: LLM = field(init=False)
     made: list[list[int]] = field(init=False, default_factory=list)
     chains: dict[str, list[int]] = field(init=False, default_factory=dict)
@@ -55,6 +56,7 @@ class Life:
         token = sum(group.token_bytes for group in self.model.groups(16))
         config = EngineConfig((8 << 20) + 6000 * token, 400, max_rows=8, step_tokens=256, lookup=self.lookup, graphs=False)
         runner = ModelRunner(self.model, config, [method(name) for name in self.names], graphs=self.graphs)
+        runner.ahead |= self.ahead
         self.llm = LLM(config, runner)
 
     def start(self, chain: str, ids: list[int], form: int, sampling: Sampling, edits: tuple[Edit, ...] = ()) -> None:

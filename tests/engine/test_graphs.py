@@ -37,6 +37,13 @@ def test_a_method_replayed_gives_the_tokens_of_an_eager_engine(model: LoadedMode
     assert not found.failed
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_steps_launched_ahead_of_their_tokens(model: LoadedModel, name: str) -> None:
+    eager, ahead = Life(model, (name,), None), Life(model, (name,), graphs(), ahead=True)
+    assert play(ahead, 8) == play(eager, 8)
+    assert ahead.llm.runner.graphs.stats().replays
+
+
 @pytest.mark.parametrize("seed", [2, 3])
 def test_all_methods_in_one_engine(model: LoadedModel, seed: int) -> None:
     eager, replayed = (Life(model, tuple(METHODS), each) for each in (None, graphs()))
