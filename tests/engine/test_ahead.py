@@ -1,4 +1,4 @@
-"""Steps that are launched before the tokens of the step before them are known: the tokens and accounts of an engine that waits."""
+"""Steps launched before the tokens of the step before them are known: the tokens and accounts of an engine that waits."""
 
 from __future__ import annotations
 
