@@ -28,12 +28,13 @@ def carry(host: Tensor, device: torch.device) -> Tensor:
 
 
 class Fetched:
-    """A tensor of a device on its way to the host."""
+    """A copy of a tensor on its way to the host; the tensor may be written over as soon as this was made."""
 
     def __init__(self, given: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
-        self._host = given
-        if given.is_cuda:
+        if not given.is_cuda:
+            self._host = given.clone()
+        else:
             self._host = torch.empty(given.shape, dtype=given.dtype, pin_memory=True)
             self._host.copy_(given, non_blocking=True)
             self._event = torch.cuda.Event()
