@@ -98,7 +98,7 @@ class ModelRunner:
 
             values = plan.packed.values
             logits, likeliest = graphs.run(plan.limits, values, scores) if graphs else scores(self.pages.send(values))
-            return self._draw(batch, plan, logits, likeliest)
+            return self._drawn(batch, plan, logits, likeliest)
 
     @torch.inference_mode()
     def logits(self, batch: Batch) -> Tensor:
@@ -204,7 +204,7 @@ class ModelRunner:
         decode = (work.decodes and work.sample and not work.replay for work in batch.rows)
         return all(decode) and all(self.served[form].replayable for form in {work.form for work in batch.rows})
 
-    def _draw(self, batch: Batch, plan: Plan, logits: Tensor, likeliest: Tensor) -> StepDrawn:
+    def _drawn(self, batch: Batch, plan: Plan, logits: Tensor, likeliest: Tensor) -> StepDrawn:
         """Draw for the rows that ask for it; one transfer of all tokens, and one of all log-probabilities."""
         count = len(plan.draws)
         if not count:

@@ -142,7 +142,8 @@ class Scheduler:
     def follow(self, before: Batch) -> Batch:
         """The step behind one that is under way: the next token of each row, not known yet. Empty where that is not certain."""
         guessing = self.config.lookup and share(len(self.running), self.config.step_tokens)
-        if self.waiting or (guessing and any(seq.drafter is not None for seq in self.running)):
+        guessing = guessing and any(seq.drafter is not None for seq in self.running)
+        if self.waiting or guessing or self._compactions != self.oracle.compactions:
             return Batch(rows=[])
         going = followers(self.running, before)
         batch = Batch(rows=[])
