@@ -50,7 +50,7 @@ class Step:
             self.runner.graphs = graphs
 
     def replay(self) -> Work | None:
-        """The device's part of a step that is replayed, queued again by each call; None where the engine captures no such step."""
+        """The device's part of a replayed step, queued again by each call; None where the engine captures no such step."""
         graphs = self.runner.graphs
         if graphs is None:
             return None
