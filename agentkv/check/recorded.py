@@ -45,6 +45,7 @@ class RecordedGraph:
     def __init__(self, calls: list[Call]) -> None:
         self._calls = calls
 
+    @torch.inference_mode()
     def replay(self) -> None:
         """Results go to where those of the capture lie. Views see them there, and what is written in place is there."""
         for function, args, kwargs, results in self._calls:
