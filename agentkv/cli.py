@@ -1,4 +1,4 @@
-"""The command line: `agentkv demo | chat | run | serve | sessions | methods | bench | doctor`.
+"""The command line: `agentkv demo | chat | run | serve | sessions | methods | bench | warmup | doctor`.
 
 With `--json` every command prints one object as its last line on stdout; what a person reads goes to stderr then.
 """
@@ -18,6 +18,7 @@ from agentkv.cli_bench import app as bench_app
 from agentkv.cli_doctor import doctor
 from agentkv.cli_methods import app as methods_app
 from agentkv.cli_sessions import app as sessions_app
+from agentkv.cli_warmup import warmup
 from agentkv.errors import AgentkvError, BadRequest
 from agentkv.types import Policy, options_of
 
@@ -26,6 +27,7 @@ app.add_typer(sessions_app, name="sessions")
 app.add_typer(methods_app, name="methods")
 app.add_typer(bench_app, name="bench")
 app.command()(doctor)
+app.command()(warmup)
 
 Model = Annotated[str, typer.Option(help="'micro', a Hugging Face directory or a .gguf file.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object, the last line on stdout.")]

@@ -327,6 +327,21 @@ class Runtime:
 
     # -- state
 
+    def warm_up(self, rows: Iterable[int] = (1, 2, 4, 8, 16), tokens: int = 1024) -> list[dict[str, Any]]:
+        """Read and decode prompts of so many tokens that nobody asked for, with so many rows at once, method by method: kernels
+        are compiled (and kept on disk) and decode steps captured. What each took: method, rows, seconds. Nothing of them stays.
+        """
+        from agentkv.engine.warmup import warm_up
+
+        counts = list(rows)
+        for name, each in (*(("rows", each) for each in counts), ("tokens", tokens)):
+            if isinstance(each, bool) or not isinstance(each, int) or each < 1:
+                raise BadRequest(f"{name}={each!r}: 1 or more", param=name)
+        worker, names = self._engine.worker, list(self._engine.backends)
+        rounds = warm_up(worker.llm, counts, tokens)
+        took = iter(lambda: worker.call(lambda: next(rounds, None)), None)
+        return [{"method": names[form], "rows": count, "seconds": seconds} for form, count, seconds in took]
+
     def stats(self) -> dict[str, Any]:
         """Numbers of the engine. arena: bytes by holder, which add up to total. reserved_bytes: free bytes that running
         sequences may still take. peak_bytes: most arena bytes held at once so far. fragmented_bytes: by unit class, free
