@@ -23,6 +23,7 @@ from agentkv.tools.run import ToolLoop
 from agentkv.types import Policy, Sampling, SessionInfo, Turn, options_of
 
 if TYPE_CHECKING:
+    from agentkv.engine.accounts import EngineStats
     from agentkv.engine.sparse import SparseMethod
     from agentkv.memory.store import SessionStore
 
@@ -351,8 +352,12 @@ class Runtime:
         graphs: decode steps that were captured, kept and replayed, seconds and bytes that this took, and what failed, by what
         it was captured for; None on a CPU.
         """
-        worker, graphs = self._engine.worker, self._engine.graphs
-        found, peak, decoding = worker.call(lambda: (worker.llm.stats(), worker.llm.peak_bytes, asdict(worker.llm.decoding)))
+        llm, graphs = self._engine.worker.llm, self._engine.graphs
+
+        def read() -> tuple[EngineStats, int, dict[str, Any], dict[str, Any] | None]:
+            return llm.stats(), llm.peak_bytes, asdict(llm.decoding), None if graphs is None else asdict(graphs.stats())
+
+        found, peak, decoding, captured = self._engine.worker.call(read)
         return {
             "arena": {name: size for name, size in found.bytes.items() if name != "reserved"},
             "reserved_bytes": found.bytes["reserved"],
@@ -367,7 +372,7 @@ class Runtime:
             "recomputed_tokens": found.tally.recomputed,
             "deadline_misses": found.tally.deadline_misses,
             "decoding": decoding,
-            "graphs": None if graphs is None else asdict(graphs.stats()),
+            "graphs": captured,
             "sessions": len(self._live),
             "prefill_tokens_per_second": round(self._engine.backend.prefill_rate(), 1),
         }
