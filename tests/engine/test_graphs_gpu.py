@@ -34,6 +34,7 @@ def graphs() -> Graphs[tuple[Limits, ...]]:
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_replayed_is_eager_and_is_torch(model: LoadedModel, name: str) -> None:
     on_cpu = replace(model, model=deepcopy(model.model).cpu(), device=torch.device("cpu"))
+    on_cpu.model.prepare()
     eager, replayed, plain = Life(model, (name,), None), Life(model, (name,), graphs()), Life(on_cpu, (name,), None)
     ours, theirs, wanted = (play(life, 1) for life in (replayed, eager, plain))
     assert ours == theirs
