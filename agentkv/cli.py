@@ -1,4 +1,4 @@
-"""The command line: `agentkv demo | chat | run | serve | sessions | methods | bench | doctor`.
+"""The command line: `agentkv demo | chat | run | serve | sessions | methods | bench | warmup | doctor`.
 
 With `--json` every command prints one object as its last line on stdout; what a person reads goes to stderr then.
 """
@@ -18,6 +18,7 @@ from agentkv.cli_bench import app as bench_app
 from agentkv.cli_doctor import doctor
 from agentkv.cli_methods import app as methods_app
 from agentkv.cli_sessions import app as sessions_app
+from agentkv.cli_warmup import warmup
 from agentkv.errors import AgentkvError, BadRequest
 from agentkv.types import Policy, options_of
 
@@ -26,6 +27,7 @@ app.add_typer(sessions_app, name="sessions")
 app.add_typer(methods_app, name="methods")
 app.add_typer(bench_app, name="bench")
 app.command()(doctor)
+app.command()(warmup)
 
 Model = Annotated[str, typer.Option(help="'micro', a Hugging Face directory or a .gguf file.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object, the last line on stdout.")]
@@ -142,6 +144,7 @@ def serve(
     step_timeout: Annotated[float | None, typer.Option(help="Seconds until a step is taken for lost. Default: 300.")] = None,
     lookup: Lookup = 8,
     threads: Annotated[int | None, typer.Option(help="CPU threads of the engine. Default: torch's number.")] = None,
+    graphs: Annotated[bool, typer.Option(help="On a GPU, replay decode steps from CUDA graphs.")] = True,
     api_key: Annotated[
         list[str] | None, typer.Option(envvar="AGENTKV_API_KEY", help="Accepted bearer key; repeatable.")
     ] = None,
@@ -157,7 +160,7 @@ def serve(
     default_policy = _policy_file(policy) if policy else None
     _check_free(host, port)
     sizes: dict[str, Any] = {"memory": memory, "window": window, "page_size": page_size, "warm_memory": warm_memory}
-    sizes |= {"step_timeout": step_timeout, "lookup": lookup, "threads": threads}
+    sizes |= {"step_timeout": step_timeout, "lookup": lookup, "threads": threads, "graphs": graphs}
     sizes["methods"] = also or ()
     with Runtime(model, method=method, device=device, dtype=dtype, db=db or DEFAULT, **sizes) as runtime:
         lines = paste_lines(f"http://{host}:{port}", runtime.model_name, runtime.window)

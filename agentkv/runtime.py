@@ -23,6 +23,7 @@ from agentkv.tools.run import ToolLoop
 from agentkv.types import Policy, Sampling, SessionInfo, Turn, options_of
 
 if TYPE_CHECKING:
+    from agentkv.engine.accounts import EngineStats
     from agentkv.engine.sparse import SparseMethod
     from agentkv.memory.store import SessionStore
 
@@ -92,7 +93,8 @@ class Runtime:
     bytes of host memory for the KV of idle sessions, 0 for none; None: none on CPU, a quarter of what is free with a GPU.
     step_timeout: seconds after which a step is taken for lost and who waits gets EngineFault; None is 300. lookup: most
     tokens that a step may check for one session, the next one and guesses from its own text; 0 guesses nothing. Answers are
-    the same either way, sampled ones too. threads: of the engine's work on a CPU; None is torch's number.
+    the same either way, sampled ones too. threads: of the engine's work on a CPU; None is torch's number. graphs: on a GPU,
+    decode steps are captured once and replayed.
 
     Raises UnknownModel, BadModel, UnknownOption, BadRequest and StoreFault. Not closing it leaks nothing past the process.
     """
@@ -113,6 +115,7 @@ class Runtime:
         step_timeout: float | None = None,
         lookup: int = 8,
         threads: int | None = None,
+        graphs: bool = True,
     ) -> None:
         # OpenMP threads that spin while they wait make every step many times slower as soon as the cores are shared.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -133,6 +136,7 @@ class Runtime:
                 step_timeout=step_timeout,
                 lookup=lookup,
                 threads=threads,
+                graphs=graphs,
             )
         except BaseException:
             if self._store is not None:
@@ -324,15 +328,36 @@ class Runtime:
 
     # -- state
 
+    def warm_up(self, rows: Iterable[int] = (1, 2, 4, 8, 16), tokens: int = 1024) -> list[dict[str, Any]]:
+        """Read and decode prompts of so many tokens that nobody asked for, with so many rows at once, method by method: kernels
+        are compiled (and kept on disk) and decode steps captured. What each took: method, rows, seconds. Nothing of them stays.
+        """
+        from agentkv.engine.warmup import warm_up
+
+        counts = list(rows)
+        for name, each in (*(("rows", each) for each in counts), ("tokens", tokens)):
+            if isinstance(each, bool) or not isinstance(each, int) or each < 1:
+                raise BadRequest(f"{name}={each!r}: 1 or more", param=name)
+        worker, names = self._engine.worker, list(self._engine.backends)
+        rounds = warm_up(worker.llm, counts, tokens)
+        took = iter(lambda: worker.call(lambda: next(rounds, None)), None)
+        return [{"method": names[form], "rows": count, "seconds": seconds} for form, count, seconds in took]
+
     def stats(self) -> dict[str, Any]:
         """Numbers of the engine. arena: bytes by holder, which add up to total. reserved_bytes: free bytes that running
         sequences may still take. peak_bytes: most arena bytes held at once so far. fragmented_bytes: by unit class, free
         but not to be had without moving units; moved_bytes: moved so far. warm: KV in host memory. queue: sequences by state.
         preempted: those that wait and have run before. preemptions, recomputed_tokens, deadline_misses: since the start.
         decoding: what steps without prompts made so far, and guesses of prompt lookup that were checked and that came true.
+        graphs: decode steps that were captured, kept and replayed, seconds and bytes that this took, and what failed, by what
+        it was captured for; None on a CPU.
         """
-        worker = self._engine.worker
-        found, peak, decoding = worker.call(lambda: (worker.llm.stats(), worker.llm.peak_bytes, asdict(worker.llm.decoding)))
+        llm, graphs = self._engine.worker.llm, self._engine.graphs
+
+        def read() -> tuple[EngineStats, int, dict[str, Any], dict[str, Any] | None]:
+            return llm.stats(), llm.peak_bytes, asdict(llm.decoding), None if graphs is None else asdict(graphs.stats())
+
+        found, peak, decoding, captured = self._engine.worker.call(read)
         return {
             "arena": {name: size for name, size in found.bytes.items() if name != "reserved"},
             "reserved_bytes": found.bytes["reserved"],
@@ -347,6 +372,7 @@ class Runtime:
             "recomputed_tokens": found.tally.recomputed,
             "deadline_misses": found.tally.deadline_misses,
             "decoding": decoding,
+            "graphs": captured,
             "sessions": len(self._live),
             "prefill_tokens_per_second": round(self._engine.backend.prefill_rate(), 1),
         }

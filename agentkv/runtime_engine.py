@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from agentkv import methods as known
 from agentkv.engine.checkpoint import find_gguf
@@ -15,6 +16,7 @@ from agentkv.engine.devices import (
     usable_device,
     usable_memory,
 )
+from agentkv.engine.graphs import Graphs
 from agentkv.engine.llm import LLM
 from agentkv.engine.loader import LoadedModel, load_model
 from agentkv.engine.lookup import MOST_QUERIES
@@ -39,7 +41,7 @@ UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**
 @dataclass(frozen=True)
 class Engine:
     """A loaded model behind its engine: what a `Runtime` owns. backends: by name of the methods that sessions may have; backend
-    is that of the first."""
+    is that of the first. graphs: of decode steps, None where there are none."""
 
     backend: EngineBackend
     backends: dict[str, EngineBackend]
@@ -48,6 +50,7 @@ class Engine:
     method: SparseMethod
     method_name: str
     device: str
+    graphs: Graphs[Any] | None = None
 
 
 def open_engine(
@@ -64,6 +67,7 @@ def open_engine(
     step_timeout: float | None = None,
     lookup: int = LOOKUP,
     threads: int | None = None,
+    graphs: bool = True,
 ) -> Engine:
     """Load a model and start its engine. method: of sessions that name none; methods: others that they may name.
 
@@ -79,7 +83,9 @@ def open_engine(
     loaded = load_model(path, device=target, dtype=dtype)
     tokenizer.check_fits(loaded.config.vocab_size)
     config = engine_config(loaded, memory, window, page_size, warm_memory, step_timeout, methods=served.values())
-    config = replace(config, lookup=lookup)
+    if not isinstance(graphs, bool):
+        raise BadRequest(f"graphs={graphs!r}: True or False", param="graphs")
+    config = replace(config, lookup=lookup, graphs=graphs)
     runner = ModelRunner(loaded, config, tuple(served.values()))
     llm = LLM(config, runner, tokenizer=tokenizer, fingerprint=_fingerprint(loaded, tokenizer, config))
     worker = EngineWorker(llm, EngineThreads(threads) if loaded.device.type == "cpu" else None)
@@ -97,7 +103,7 @@ def open_engine(
         fingerprint = _fingerprint(loaded, tokenizer, config, each)
         token_bytes = _token_bytes(runner, form)
         backends[other] = backend.of_form(form, fingerprint=fingerprint, exactness=each.exactness, token_bytes=token_bytes)
-    return Engine(backend, backends, worker, config, chosen, name, str(loaded.device))
+    return Engine(backend, backends, worker, config, chosen, name, str(loaded.device), runner.graphs)
 
 
 def model_path(model: str | Path) -> Path:

@@ -57,7 +57,6 @@ class KVzip(SparseMethod):
     reuse: ClassVar[Literal["radix", "chain"]] = "chain"
     exactness: ClassVar[Exactness] = "lossy"
     counts_on_host: ClassVar[bool] = False
-    graph_safe: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not 0 < self.keep_ratio <= 1:

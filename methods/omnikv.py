@@ -60,7 +60,6 @@ class OmniKV(SparseMethod):
     family: ClassVar[str] = "dynamic"
     paper: ClassVar[str | None] = "OmniKV, ICLR 2025"
     exactness: ClassVar[Exactness] = "lossy"
-    graph_safe: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "observers", tuple(self.observers))

@@ -38,7 +38,6 @@ class Quest(SparseMethod):
     family: ClassVar[str] = "dynamic"
     paper: ClassVar[str | None] = "arXiv 2406.10774"
     exactness: ClassVar[Exactness] = "lossy"
-    graph_safe: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name, value, least in (("budget", self.budget, 1), ("dense_layers", self.dense_layers, 0)):

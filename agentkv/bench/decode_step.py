@@ -37,9 +37,27 @@ class Step:
     def __init__(self, injected: Injected) -> None:
         self.runner, self.batch = injected.runner, injected.batch
 
-    def eager(self) -> list[int | None]:
+    def run(self) -> list[int | None]:
         """As the engine runs it: the step's integers go to the device, its tokens come back."""
         return self.runner.execute(self.batch)
+
+    def eager(self) -> list[int | None]:
+        """The same without a graph."""
+        graphs, self.runner.graphs = self.runner.graphs, None
+        try:
+            return self.run()
+        finally:
+            self.runner.graphs = graphs
+
+    def replay(self) -> Work | None:
+        """The device's part of a replayed step, queued again by each call; None where the engine captures no such step."""
+        graphs = self.runner.graphs
+        if graphs is None:
+            return None
+        before = graphs.stats().replays
+        for _ in range(2):
+            self.run()
+        return graphs.again if graphs.stats().replays > before else None
 
     def device_work(self, *, warm: bool = False) -> tuple[Work, Callable[[], list[int]]]:
         """(the step's device side alone, what it drew): everything between the copy to the device and the copy back. The second
@@ -64,8 +82,8 @@ class Step:
 
 @dataclass
 class StepTimes:
-    """us: of each repeat, by `how`: "graph", "graph of a warm step" or "eager". bytes: what the step must read. kernels: see
-    `kernel_times`."""
+    """us: of each repeat, by `how`: "graph" (the engine's own), "graph of a warm step" or "eager". bytes: what the step must
+    read. kernels: see `kernel_times`."""
 
     us: list[float]
     how: str
@@ -101,7 +119,11 @@ def time_step(injected: Injected, rig: Rig, *, profile: bool = True) -> StepTime
         tokens = step.eager()
     eager = [host_time(step.eager, rig.device) for _ in range(max(3, rig.repeats // 4))]
     us, how, replay, same, why = eager, "eager", step.eager, None, None
-    for warm in (False, True):
+    captured = step.replay()
+    if captured is not None:
+        same, replay, how = step.run() == tokens, captured, "graph"
+        us = times(replay, rig.device, rig.repeats)
+    for warm in (False, True) if captured is None else ():
         try:
             work, drawn = step.device_work(warm=warm)
             replay = graph_of(work, rig.device)

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from agentkv.bench.shapes import random_prompts
 from agentkv.engine.cache.pools import KVPools
-from agentkv.engine.core import GRANULE, Batch, EngineConfig, Request
+from agentkv.engine.core import GRANULE, Batch, EngineConfig, Launched, Request
 from agentkv.engine.core import Sequence as EngineSequence
 from agentkv.engine.form import Held
 from agentkv.engine.forms import serve
 from agentkv.engine.llm import LLM
 from agentkv.engine.loader import LoadedModel
 from agentkv.engine.oracle import cost
-from agentkv.engine.runner import ModelRunner
+from agentkv.engine.runner import ModelRunner, StepDrawn
 from agentkv.engine.sparse import SparseMethod
 from agentkv.engine.step import Step
 from agentkv.engine.view import DeviceBatch, RowMass
@@ -40,13 +40,14 @@ _SWAPPED = 256 << 20
 
 class DrawnRunner(ModelRunner):
     """A runner that draws a prompt's hidden states, keys, values and queries (normal) instead of computing them. Decodes are
-    computed. last: the batch that was executed last; it may be executed again as long as nothing else is."""
+    computed. last: the batch that was launched last; it may be executed again as long as nothing else is, and unless it was
+    launched ahead."""
 
     last: Batch = Batch(rows=[])
 
-    def execute(self, batch: Batch) -> list[int | None]:
-        """See `ModelRunner.execute`."""
-        drawn = super().execute(batch)
+    def launch(self, batch: Batch, after: Launched | None = None) -> StepDrawn:
+        """See `ModelRunner.launch`."""
+        drawn = super().launch(batch, after)
         self.last = Batch(batch.rows)
         return drawn
 
@@ -165,6 +166,7 @@ def inject(
     so the first are a few tokens longer by the time that the last is read. Capacity where one finds no room.
     """
     llm, runner, requests = drawn_engine(loaded, methods, lengths, forms=forms, new_tokens=new_tokens, memory=memory)
+    runner.ahead = False  # a step that was launched ahead cannot be executed again
     sequences = []
     for together in [requests] if memory is None else [[request] for request in requests]:
         sequences += [llm.add(request) for request in together]

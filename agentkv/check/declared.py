@@ -10,12 +10,15 @@ import torch
 
 from agentkv.check.lives import FEW
 from agentkv.check.outcome import Failed, Skipped, require
+from agentkv.check.recorded import RecordedDevice
 from agentkv.check.scene import LENGTH, MORE, NEW, PAGE, SPAN, Case, Scene, difference, same
 from agentkv.check.waiting import OperationWatcher, WaitWatcher
 from agentkv.check.watch import Watcher
 from agentkv.engine.cache.state import KVState
 from agentkv.engine.core import GRANULE, SLOT, Edit, KVGroup
 from agentkv.engine.forms import SEALED_PAGE, model_shape
+from agentkv.engine.graphs import CudaDevice, Graphs
+from agentkv.engine.limits import Buckets
 from agentkv.engine.llm import LLM
 from agentkv.engine.sparse import StateSpec
 
@@ -190,7 +193,7 @@ def counts(case: Case) -> str:
 
 
 def graph(case: Case) -> str:
-    """Hooks run the same operations in every decode step, so that steps can be replayed."""
+    """Hooks run the same operations in every decode step, so that steps can be replayed with other rows in their place."""
     if not case.method.graph_safe:
         raise Skipped("not declared")
     eyes = OperationWatcher()
@@ -198,7 +201,23 @@ def graph(case: Case) -> str:
     steady = eyes.steps[1:]  # what is made once and kept is made in the first
     for number, step in enumerate(steady, 2):
         require(step == steady[0], f"decode step {number} runs {len(step)} operations, the one before {len(steady[0])}")
-    return f"{len(steady[0])} operations in each of {len(steady)} steps"
+    return f"{len(steady[0])} operations in each of {len(steady)} steps, {_replayed(case)} steps replayed"
+
+
+def _replayed(case: Case) -> int:
+    """Play two turns out of graphs; how many steps were replayed."""
+    if case.method.needs.mass:  # told of rows as they are
+        return 0
+    on_gpu, wanted, ids = case.loaded.device.type == "cuda", case.plain(1, 2), case.ids(1)
+    graphs = Graphs[Any](CudaDevice(case.loaded.device) if on_gpu else RecordedDevice(), Buckets(slots=32))
+    scene = case.scene(graphs=graphs)
+    found = [scene.turn(ids, "a")]
+    found.append(scene.turn(case.more(ids, wanted[0], 2), "a"))
+    told = graphs.stats()
+    require(not told.failed, f"a decode step cannot be captured: {', '.join(told.failed.values())}")
+    for plain, answer in zip(wanted, found, strict=True):
+        require(same(plain, answer), f"replayed from a graph, {difference(plain, answer)}")
+    return told.replays
 
 
 class _Denied(Watcher):

@@ -14,6 +14,7 @@ from agentkv.check.watch import Watcher, watched
 from agentkv.engine.cache.state import KVState
 from agentkv.engine.core import Edit, EngineConfig, Request
 from agentkv.engine.core import Sequence as Running
+from agentkv.engine.graphs import Graphs
 from agentkv.engine.llm import LLM
 from agentkv.engine.loader import LoadedModel
 from agentkv.engine.runner import ModelRunner
@@ -61,13 +62,15 @@ def difference(a: Answer, b: Answer) -> str:
 
 @dataclass
 class Scene:
-    """methods: see `ModelRunner`; requests name one by its index. watcher: sees the hooks of the last of them."""
+    """methods: see `ModelRunner`; requests name one by its index. watcher: sees the hooks of the last of them. graphs: of
+    decode steps."""
 
     loaded: LoadedModel
     methods: Sequence[SparseMethod]
     step_tokens: int = 512
     lookup: int = 0
     watcher: Watcher | None = None
+    graphs: Graphs[Any] | None = None
     each_step: Callable[[LLM], None] | None = None
     llm: LLM = field(init=False)
     runner: ModelRunner = field(init=False)
@@ -83,8 +86,9 @@ class Scene:
             step_tokens=self.step_tokens,
             warm_memory=(8 << 20) + 8192 * token,
             lookup=self.lookup,
+            graphs=False,
         )
-        self.runner = ModelRunner(self.loaded, config, methods)
+        self.runner = ModelRunner(self.loaded, config, methods, graphs=self.graphs)
         self.llm = LLM(config, self.runner)
 
     @property

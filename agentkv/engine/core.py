@@ -123,6 +123,7 @@ class EngineConfig:
     of host memory for the KV of idle chains and preempted sequences, 0 for none. lookup: most tokens that a decode row
     forwards in one step, guesses of prompt lookup included; 0 guesses nothing.
 
+    graphs: on a GPU, decode steps are captured and replayed (see `graphs.Graphs`).
     patience: steps that a waiting request may be passed over before it is owed service (see `queue.WaitingQueue`).
     step_timeout: seconds after which a step is taken for lost (see `worker.EngineWorker`).
     """
@@ -137,6 +138,7 @@ class EngineConfig:
     step_timeout: float = 300.0
     warm_memory: int = 0
     lookup: int = 0
+    graphs: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,6 +348,7 @@ class RowWork:
     where there is none. replay: the tokens are forwarded to be looked at; their KV is taken back. run, run_from: of a replay,
     which of the runs they belong to, and tokens of it that were forwarded before.
     prompt: the tokens are of a prompt, so they are a chunk even where there is only one (the rest was held already).
+    follows: the token is the one that the step before draws in the row; it is not known yet, and `tokens` has a 0 in its place.
     drafted: so many of the last tokens are guesses. A token is drawn before and after each: `step` numbers the first draw,
     and the runner puts the draws behind the guesses, numbered on from there, into `later`.
     """
@@ -369,6 +372,7 @@ class RowWork:
     run: int = 0
     run_from: int = 0
     prompt: bool = False
+    follows: bool = False
     drafted: int = 0
     later: list[Draw] = field(default_factory=list)
 
@@ -401,13 +405,29 @@ class Batch:
         return sum(len(work.tokens) for work in self.rows)
 
 
+class Launched(Protocol):
+    """A step that the device works on."""
+
+    def wait(self) -> list[int | None]:
+        """What `Runner.execute` returns, when it is there."""
+        ...
+
+
 class Runner(Protocol):
-    """The device side. The engine's host logic talks to it only through this, so it can be tested without torch."""
+    """The device side. The engine's host logic talks to it only through this, so it can be tested without torch.
+
+    ahead: a step may be launched before the one before it was waited for; otherwise `launch` is not called.
+    """
 
     groups: tuple[Group, ...]
     forms: tuple[Form, ...]
     num_granules: int
     vocab_size: int
+    ahead: bool
+
+    def launch(self, batch: Batch, after: Launched | None = None) -> Launched:
+        """Queue a step. after: the one before it, whose draws are the tokens of rows that follow it."""
+        ...
 
     def execute(self, batch: Batch) -> list[int | None]:
         """Forward the batch; for each row the sampled token id, None where `sample` is False, -1 where a mask allows none.

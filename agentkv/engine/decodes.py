@@ -30,6 +30,8 @@ def attend_rows(q: Tensor, part: Part, table: RowTable, batch: DeviceBatch, scal
     if serves(q, pages):
         return paged_attention(q, pages, (table.entries, table.rows, table.lens), scale, None, table.starts)
     if q.device.type == "cpu" or q.dtype == torch.float64:  # the GPU kernel is for at most float32
+        if not table.exact:  # nor can the host say where the rows' pages lie
+            return _attend_biased(q, part, pages, table, batch, scale)
         return decode_attention(q, pages, table.decode_plan, scale)
     from agentkv.kernels.paged_decode import paged_decode  # needs triton, which a CPU-only platform may lack
 
@@ -54,14 +56,19 @@ def attend_heads(q: Tensor, part: Part, table: HeadTable, batch: DeviceBatch, sc
 def _attend_biased(
     q: Tensor, part: Part, pages: Tensor, lines: RowTable, batch: DeviceBatch, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Pages before a line's first visible slot are left out, slots before it in its page are hidden. lines: one a query."""
+    """Lengths and starts are read on the device. Pages before a line's first visible slot are left out, slots before it in its
+    page are hidden. lines: one a query."""
     table, _ = lines.visible(pages.shape[1])
     bias = _by_query(_bias(part, pages.shape[1], max(lines.host_lens)), batch)
-    if bias is not None and lines.starts is not None:
+    if lines.starts is not None:
         front = lines.starts - lines.starts % lines.page_size
-        slots = torch.arange(table.max_slots, device=bias.device) + front.unsqueeze(1)
-        shown = slots.clamp(max=bias.shape[2] - 1).unsqueeze(1).expand(-1, pages.shape[1], -1)
-        bias = bias.gather(2, shown.to(torch.int64)).masked_fill((slots < lines.starts.unsqueeze(1)).unsqueeze(1), -torch.inf)
+        slots = torch.arange(table.max_slots, device=q.device) + front.unsqueeze(1)
+        if bias is None:
+            bias = torch.zeros(len(slots), pages.shape[1], table.max_slots, device=q.device)
+        else:
+            shown = slots.clamp(max=bias.shape[2] - 1).unsqueeze(1).expand(-1, pages.shape[1], -1)
+            bias = bias.gather(2, shown.to(torch.int64))
+        bias = bias.masked_fill((slots < lines.starts.unsqueeze(1)).unsqueeze(1), -torch.inf)
     return ragged_decode(q, pages, table.entries, table.rows, table.lens, scale, max_len=table.max_slots, bias=bias)
 
 

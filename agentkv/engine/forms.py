@@ -33,6 +33,11 @@ class Served:
     lens: int = -1
     page_states: tuple[str, ...] = field(default=())
 
+    @property
+    def replayable(self) -> bool:
+        """Can its decode steps be captured? Attention received is told of rows as they are, so the host must know these."""
+        return self.method.graph_safe and not self.method.needs.mass
+
 
 def model_shape(loaded: LoadedModel, page_size: int) -> ModelShape:
     """What methods may know of the model."""

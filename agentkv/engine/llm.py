@@ -14,9 +14,10 @@ from agentkv.engine.cache.intervals import common_prefix, merged, normal_edits, 
 from agentkv.engine.cache.pools import KVPools
 from agentkv.engine.cache.radix import RadixCache
 from agentkv.engine.cache.tiers import WarmTier
-from agentkv.engine.core import Batch, ChainInfo, Drawn, EngineConfig, Request, Runner, Sequence, Status, StepOutput
-from agentkv.engine.demands import MasksAhead, check_drawn, check_sampling, equip, leader_of, promote
+from agentkv.engine.core import Batch, ChainInfo, Drawn, EngineConfig, Request, RowWork, Runner, Sequence, Status, StepOutput
+from agentkv.engine.demands import check_drawn, check_sampling, equip, leader_of, promote
 from agentkv.engine.device_memory import DeviceMemory
+from agentkv.engine.flights import Flight, Flights
 from agentkv.engine.lookup import agreed
 from agentkv.engine.oracle import PagedOracle
 from agentkv.engine.output import TextStream, TextTokenizer
@@ -74,7 +75,8 @@ class LLM:
         self._open: dict[int, Sequence] = {}
         self._streams: dict[int, TextStream] = {}
         self._lost: list[Drawn] = []
-        self._masks = MasksAhead()
+        self._flights = Flights(runner, self.memory)
+        self._flight: Flight | None = None
 
     def step(self) -> list[StepOutput]:
         """Forward one batch; what it made for each sequence that got a token or ended.
@@ -82,14 +84,11 @@ class LLM:
         Nothing can run while every free unit is held by finished sequences that were not committed or aborted.
         """
         started, late = perf_counter(), self._expire()
-        try:
-            batch = self.scheduler.schedule()
-        except EngineFault as fault:
-            self._lose_all(fault)
-            batch = Batch(rows=[])
-        drawn = self._execute(batch)
-        outputs = self._collect(self._seal_prompts(self._accept(batch, drawn)))
-        self.decoding.add(batch, outputs, perf_counter() - started)
+        flight = self._under_way() or self._flights.launch(self._schedule())
+        self._flight = self._follow(flight)
+        drawn = flight.land()
+        outputs = self._collect(self._seal_prompts(self._accept(flight.batch, drawn)))
+        self.decoding.add(flight.batch, outputs, perf_counter() - started)
         return late + outputs
 
     @property
@@ -311,31 +310,37 @@ class LLM:
             self.abort(seq, late=True)
         return [StepOutput(seq, (), "", True) for seq in late]
 
-    def _execute(self, batch: Batch) -> list[int | None] | EngineFault:
-        """Sampled tokens by row, or the fault that ended the step."""
+    def _schedule(self) -> Batch:
         try:
-            return self._on_device(batch) if batch.rows else []
+            return self.scheduler.schedule()
         except EngineFault as fault:
-            return fault
+            self._lose_all(fault)
+            return Batch(rows=[])
 
-    def _on_device(self, batch: Batch) -> list[int | None]:
-        self.memory.settle()
-        self._masks.start(batch.rows)
-        try:
-            drawn = self.runner.execute(batch)
-        except Exception as error:
-            raise EngineFault(f"a step failed: {type(error).__name__}: {error}") from error
-        if [token is not None for token in drawn] != [work.sample for work in batch.rows]:
-            raise EngineFault("the runner did not sample the rows it was asked to")
-        if any(len(work.later) != work.drafted for work in batch.rows):
-            raise EngineFault("the runner did not draw behind every guess")
-        return drawn
+    def _under_way(self) -> Flight | None:
+        """The step that was launched ahead, if any of its rows still counts."""
+        flight, self._flight = self._flight, None
+        return flight if flight is not None and any(self._running(work) for work in flight.batch.rows) else None
+
+    def _follow(self, flight: Flight) -> Flight | None:
+        """Launch the step behind it where it is known already; see `flights`."""
+        if not self.runner.ahead or flight.fault is not None or not flight.batch.rows:
+            return None
+        batch = self.scheduler.follow(flight.batch)
+        return self._flights.launch(batch, flight) if batch.rows else None
+
+    def _running(self, work: RowWork) -> Sequence | None:
+        """The sequence of a row, if it runs; one that a step was launched ahead for may have ended."""
+        seq = self._open.get(work.seq_id)
+        return seq if seq is not None and seq.status is Status.RUNNING else None
 
     def _accept(self, batch: Batch, drawn: list[int | None] | EngineFault) -> list[Drawn]:
         """Which draws count: the first, and each behind a guess that came true. The sequences that got a token or ended."""
         touched, self._lost = self._lost, []
         for index, work in enumerate(batch.rows):
-            seq = self._open[work.seq_id]
+            seq = self._running(work)
+            if seq is None:
+                continue
             if seq.num_forwarded == seq.shared_until and not isinstance(drawn, EngineFault):
                 self.reuse.revive(seq)
             if not work.replay:
@@ -367,7 +372,7 @@ class LLM:
 
     def _collect(self, touched: list[Drawn]) -> list[StepOutput]:
         """Turn new tokens into text and end what is complete."""
-        outputs = []
+        outputs, ahead = [], {work.seq_id for work in self._flight.batch.rows} if self._flight is not None else set()
         for seq, draws in touched:
             text, made = "", len(seq.token_ids)
             for token, _ in draws:
@@ -378,7 +383,7 @@ class LLM:
                 text += self._text(seq, token)
                 if seq.finish_reason is not None:
                     break
-            if draws and seq.num_forwarded >= len(seq.token_ids):
+            if draws and seq.num_forwarded >= len(seq.token_ids) and seq.seq_id not in ahead:
                 self.scheduler.take_back(seq)
             if seq.finish_reason is not None:
                 self.scheduler.finish(seq)

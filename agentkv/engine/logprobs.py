@@ -8,23 +8,35 @@ import torch
 from torch import Tensor
 
 from agentkv.engine.core import RowWork, TokenScore
+from agentkv.kernels.send import Fetched, send
 
 
-def score(logits: Tensor, tokens: Tensor, works: Sequence[RowWork]) -> None:
-    """Set `score` of each work that asks for it. logits `[num_rows, vocab_size]`, tokens `[num_rows]`, one work each.
+class Scored:
+    """Log-probabilities on their way to the host."""
+
+    def __init__(self, works: Sequence[RowWork], lines: Fetched) -> None:
+        self._works, self._lines = works, lines
+
+    def tell(self) -> None:
+        """Set `score` of each work, when they are there."""
+        for work, line in zip(self._works, self._lines.tolist(), strict=True):
+            half = (len(line) + 1) // 2
+            top = zip((int(token) for token in line[half:]), line[1:half], strict=True)
+            work.score = TokenScore(line[0], tuple(top)[: work.sampling.top_logprobs])
+
+
+def score(logits: Tensor, tokens: Tensor, works: Sequence[RowWork]) -> Scored | None:
+    """Log-probabilities for each work that asks for them. logits `[num_rows, vocab_size]`, tokens `[num_rows]`, one work each.
 
     Temperature 1, no penalties, no biases, no limits. Equal logits stand in order of token id.
     """
     asking = [index for index, work in enumerate(works) if work.sampling.logprobs]
     if not asking:
-        return
-    rows = torch.tensor(asking, device=logits.device)
+        return None
+    rows = send(asking, logits.device)
     logprobs = logits[rows].double().log_softmax(dim=-1)
     own = logprobs.gather(1, tokens[rows].clamp(min=0).unsqueeze(1))  # -1: nothing was allowed
     count = max(works[index].sampling.top_logprobs for index in asking)
     values, ids = logprobs.sort(dim=-1, descending=True, stable=True) if count else (own[:, :0], own[:, :0])
-    told = torch.cat([own, values[:, :count], ids[:, :count].double()], dim=1).tolist()  # one transfer
-    for index, line in zip(asking, told, strict=True):
-        work, half = works[index], (len(line) + 1) // 2
-        top = zip((int(token) for token in line[half:]), line[1:half], strict=True)
-        work.score = TokenScore(line[0], tuple(top)[: work.sampling.top_logprobs])
+    told = torch.cat([own, values[:, :count], ids[:, :count].double()], dim=1)  # one transfer
+    return Scored([works[index] for index in asking], Fetched(told))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from math import prod
 from types import MappingProxyType
 
@@ -16,14 +17,17 @@ from agentkv.engine.work import Slot, TableUpdate
 from agentkv.errors import BadModel, EngineFault
 from agentkv.kernels.move_slots import move_slots
 from agentkv.kernels.move_units import CHUNK_BYTES, move_units, unit_rows
+from agentkv.kernels.send import send
 
 
 class KVPages:
-    """Arena of `config.memory` bytes (on the CPU touched only where used) and by group an int32 table `[max_rows, max_pages]`.
+    """Arena of `config.memory` bytes (on the CPU touched only where used) and by group an int32 table
+    `[max_rows + 1, max_pages]`.
 
     A table entry is the granule where a unit starts; a unit of KV is a stripe, [layer][kv head][K,V][token][dim] of the group's
     layers. Offsets are int64 from there on. Page p of a row has the group's slots from `p * page_size` on, whatever was freed
-    before them, so entries never move. The tables change only by `update_tables`.
+    before them, so entries never move. The tables change only by `update_tables`. The last line is that of dead rows, which
+    fill up a captured step: its entries are one unit of the group behind the host's memory, which nobody else has.
 
     dtype: of K and V. widths: pages of a row by group, where they are not those of a window's tokens.
     """
@@ -40,13 +44,14 @@ class KVPages:
         self.dtype = dtype
         self.num_granules = config.memory // GRANULE
         least = sum(group.stripe_bytes for group in groups)
-        if config.memory < least or self.num_granules >= 2**31:
+        self.all_granules = self.num_granules + least // GRANULE
+        if config.memory < least or self.all_granules >= 2**31:
             raise BadModel(
                 f"a KV arena of {config.memory} bytes cannot hold one page of {least} bytes, or is past 549 GB",
                 hint="Change the engine's memory or its page_size",
             )
         try:
-            self.arena = torch.empty(self.num_granules * GRANULE, dtype=torch.uint8, device=device)
+            self.arena = torch.empty(self.all_granules * GRANULE, dtype=torch.uint8, device=device)
         except RuntimeError as error:
             raise BadModel(
                 f"no room for a KV arena of {config.memory} bytes on {device}: {str(error).splitlines()[0]}",
@@ -54,10 +59,14 @@ class KVPages:
             ) from None
         self.tables = tuple(
             torch.zeros(
-                config.max_rows, widths.get(index, -(-config.window // group.page_size)), dtype=torch.int32, device=device
+                config.max_rows + 1, widths.get(index, -(-config.window // group.page_size)), dtype=torch.int32, device=device
             )
             for index, group in enumerate(groups)
         )
+        self.dead_row = config.max_rows
+        units = accumulate((group.stripe_bytes // GRANULE for group in groups), initial=self.num_granules)
+        for table, unit in zip(self.tables, units, strict=False):
+            table[self.dead_row] = unit
         kv = [group for group in groups if isinstance(group, KVGroup)]
         layers = {layer: (group, index) for group in kv for index, layer in enumerate(group.layers)}
         states = ((index, group) for index, group in enumerate(groups) if isinstance(group, StateGroup))
@@ -67,13 +76,13 @@ class KVPages:
     def _view(self, group: KVGroup, index: int, dtype: torch.dtype) -> Tensor:
         """`[num_granules, num_kv_heads, 2, page_size, head_dim]`: row g is the page of the group's layer `index` of a stripe at
         granule g."""
-        return self.arena.view(dtype).as_strided(*UnitLayout.of(group, "stripe").strides(index, self.num_granules))
+        return self.arena.view(dtype).as_strided(*UnitLayout.of(group, "stripe").strides(index, self.all_granules))
 
     def _state_view(self, group: StateGroup) -> Tensor:
         """`[num_granules, *unit_shape]`: row g is the unit of the state that starts at granule g. Rows overlap."""
         dims = group.unit_shape
         strides = [prod(dims[i + 1 :]) for i in range(len(dims))]
-        rows = self.num_granules - group.stripe_bytes // GRANULE + 1
+        rows = self.all_granules - group.stripe_bytes // GRANULE + 1
         return self.elements(getattr(torch, group.dtype)).as_strided((rows, *dims), (GRANULE // group.itemsize, *strides))
 
     def elements(self, dtype: torch.dtype) -> Tensor:
@@ -85,8 +94,8 @@ class KVPages:
         return self._states[group]
 
     def send(self, values: Sequence[int]) -> Tensor:
-        """Integers on the device, int64."""
-        return torch.tensor(values, dtype=torch.int64).to(self.arena.device)
+        """Integers on the device, int64. The host does not wait for the copy."""
+        return send(values, self.arena.device)
 
     def layer(self, layer: int) -> Tensor:
         """The layer's pages. Writing through the view writes the arena."""
@@ -106,8 +115,8 @@ class KVPages:
             raise EngineFault(f"{len(source)} source slots for {len(target)} targets")
         if not source:
             return
-        packed = torch.tensor([(*a, *b) for a, b in zip(source, target, strict=True)], dtype=torch.int64)
-        source_units, source_slots, target_units, target_slots = packed.to(self.arena.device).unbind(1)
+        packed = self.send([number for pair in zip(source, target, strict=True) for slot in pair for number in slot])
+        source_units, source_slots, target_units, target_slots = packed.view(-1, 4).unbind(1)
         moved = self.groups[group]
         if isinstance(moved, StateGroup):
             if not moved.by_slot:
@@ -122,7 +131,7 @@ class KVPages:
         """See `core.Runner.move_units`."""
         if len(source) != len(target):
             raise EngineFault(f"{len(source)} source units for {len(target)} targets")
-        packed = torch.tensor([source, target], dtype=torch.int64).to(self.arena.device)
+        packed = self.send([*source, *target]).view(2, -1)
         move_units(unit_rows(self.arena, unit_bytes, GRANULE), packed[0], packed[1])
 
     def read_units(self, unit_bytes: int, units: Sequence[int]) -> memoryview:
@@ -151,14 +160,14 @@ class KVPages:
 
     def _chunks(self, units: Sequence[int], unit_bytes: int) -> Iterator[tuple[int, int, Tensor]]:
         """(start, stop, their granules on the device) of runs of units whose bytes fit a chunk."""
-        index = torch.tensor(units, dtype=torch.int64).to(self.arena.device)
+        index = self.send(units)
         step = max(1, CHUNK_BYTES // unit_bytes)
         for start in range(0, len(units), step):
             yield start, min(start + step, len(units)), index[start : start + step]
 
 
 def _write(table: Tensor, updates: Sequence[TableUpdate]) -> None:
-    rows, width = table.shape
+    rows, width = len(table) - 1, table.shape[1]
     entries: dict[tuple[int, int], int] = {}
     for row, first, units, _ in updates:
         if not (0 <= row < rows and first >= 0 and first + len(units) <= width):
@@ -167,6 +176,6 @@ def _write(table: Tensor, updates: Sequence[TableUpdate]) -> None:
             entries[row, page] = unit
     if not entries:
         return
-    packed = torch.tensor([(*place, unit) for place, unit in entries.items()], dtype=torch.int64)
-    row_ids, pages, values = packed.to(table.device).unbind(1)
+    packed = send([number for (row, page), unit in entries.items() for number in (row, page, unit)], table.device)
+    row_ids, pages, values = packed.view(-1, 3).unbind(1)
     table[row_ids, pages] = values.to(torch.int32)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from agentkv.engine.core import History, RowWork
+from agentkv.kernels.send import carry, send
 
 
 def alters(work: RowWork) -> bool:
@@ -32,7 +33,7 @@ def altered(scores: Tensor, works: Sequence[RowWork]) -> Tensor:
     if len(asking) == len(works):
         scores = _penalised(scores, works)
     elif asking:
-        rows = torch.tensor(asking, device=scores.device)
+        rows = send(asking, scores.device)
         scores[rows] = _penalised(scores[rows], [works[index] for index in asking])
     if any(work.sampling.logit_bias for work in works):
         scores = _biased(scores, works)
@@ -41,11 +42,8 @@ def altered(scores: Tensor, works: Sequence[RowWork]) -> Tensor:
 
 def _penalised(scores: Tensor, works: Sequence[RowWork]) -> Tensor:
     given = [work.sampling for work in works]
-    weights = torch.tensor(
-        [(each.repetition_penalty, each.presence_penalty, each.frequency_penalty) for each in given],
-        dtype=torch.float64,
-        device=scores.device,
-    )
+    flat = [x for each in given for x in (each.repetition_penalty, each.presence_penalty, each.frequency_penalty)]
+    weights = send(flat, scores.device, torch.float64).view(-1, 3)
     repetition, presence, frequency = weights.unsqueeze(2).unbind(1)
     prompt, made = _counts(works, scores.shape[1], scores.device)
     repeated: Tensor = torch.where(scores < 0, scores * repetition, scores / repetition)
@@ -60,7 +58,7 @@ def _counts(works: Sequence[RowWork], vocab_size: int, device: torch.device) -> 
         assert work.history is not None, "a penalised row comes with its history"
         histories.append(work.history)
     fresh = [_places(history, vocab_size) for history in histories]
-    places = torch.tensor([place for each in fresh for place in each], dtype=torch.int64).to(device)
+    places = send([place for each in fresh for place in each], device)
     for history, part in zip(histories, torch.split(places, [len(each) for each in fresh]), strict=True):
         if history.counts is None:
             history.counts = torch.zeros(2 * vocab_size, dtype=torch.int32, device=device)
@@ -79,8 +77,8 @@ def _places(history: History, vocab_size: int) -> list[int]:
 
 def _biased(scores: Tensor, works: Sequence[RowWork]) -> Tensor:
     """Biases of all rows in one transfer; a row has each token once, so nothing depends on an order of additions."""
-    flat = [(row, token, bias) for row, work in enumerate(works) for token, bias in work.sampling.logit_bias.items()]
-    rows, tokens, biases = torch.tensor(flat, dtype=torch.float64).to(scores.device).T
+    flat = [x for row, work in enumerate(works) for token, bias in work.sampling.logit_bias.items() for x in (row, token, bias)]
+    rows, tokens, biases = send(flat, scores.device, torch.float64).view(-1, 3).T
     return scores.index_put_((rows.long(), tokens.long()), biases, accumulate=True)
 
 
@@ -91,12 +89,12 @@ def _masked(scores: Tensor, works: Sequence[RowWork]) -> Tensor:
         kind = [(row, view) for row, view in masks if view.itemsize == itemsize]
         if kind:
             joined = torch.frombuffer(bytearray().join(view.cast("B") for _, view in kind), dtype=torch.uint8)
-            told = joined.reshape(len(kind), -1).to(scores.device)
+            told = carry(joined, scores.device).view(len(kind), -1)
             hidden = _of_words(told, scores) if itemsize == 4 else _of_bytes(told, scores)
             if len(kind) == len(works):
                 scores += hidden
             else:
-                scores.index_add_(0, torch.tensor([row for row, _ in kind], device=scores.device), hidden)
+                scores.index_add_(0, send([row for row, _ in kind], scores.device), hidden)
     return scores
 
 

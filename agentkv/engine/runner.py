@@ -9,21 +9,24 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from agentkv.engine.core import Batch, EngineConfig, RowWork
+from agentkv.engine.core import Batch, EngineConfig, Launched, RowWork
 from agentkv.engine.devices import cpu_kernels
 from agentkv.engine.form import Form
 from agentkv.engine.forms import query_window, serve, widths
+from agentkv.engine.graphs import CudaDevice, Graphs
+from agentkv.engine.limits import Limits
 from agentkv.engine.loader import LoadedModel
-from agentkv.engine.logprobs import score
+from agentkv.engine.logprobs import Scored, score
 from agentkv.engine.pages import KVPages
 from agentkv.engine.query_window import QueryWindow
 from agentkv.engine.sampler import sample
 from agentkv.engine.sealed_pages import SealedUnits
 from agentkv.engine.sealing import PagedSealJob, prune, write_kept
 from agentkv.engine.sparse import SparseController, SparseMethod
-from agentkv.engine.step import Stage, Step
+from agentkv.engine.step import Plan, Stage, Step
 from agentkv.engine.work import PageWork, SealWork, Slot
 from agentkv.errors import EngineFault
+from agentkv.kernels.send import Fetched
 
 _FEW_TOKENS = 16
 _FEW_BYTES = 128 << 20
@@ -35,7 +38,8 @@ class ModelRunner:
     """Runs one model with one or several methods over the KV arena it owns. Implements `core.Runner`; used by one thread.
 
     methods: in the order of `forms`. prefill: by method another that selects and views while prompts are read; None is the same
-    method. BadRequest where a method does not serve the model, or stands there twice.
+    method. graphs: of decode steps; None: those of a GPU where `config.graphs`, else none. BadRequest where a method does not
+    serve the model, or stands there twice.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class ModelRunner:
         methods: SparseMethod | Sequence[SparseMethod],
         *,
         prefill: SparseMethod | Sequence[SparseMethod | None] | None = None,
+        graphs: Graphs[tuple[Limits, ...]] | None = None,
     ) -> None:
         self.loaded = loaded
         self.config = config
@@ -62,29 +67,46 @@ class ModelRunner:
         sealed = tuple(SealedUnits(self.pages, served) if served.layout else None for served in self.served)
         size = query_window(methods)
         window = QueryWindow(config.max_rows, self.served[0].shape, size, loaded.device) if size else None
-        self._stage = Stage(self.pages, self.served, group_of, sealed, window)
+        fed = torch.zeros(config.max_rows, dtype=torch.int64, device=loaded.device)
+        self._stage = Stage(self.pages, self.served, group_of, sealed, window, fed)
+        self.ahead = loaded.device.type == "cuda"
+        if graphs is None and config.graphs and loaded.device.type == "cuda":
+            graphs = Graphs(CudaDevice(loaded.device))
+        self.graphs = graphs
         if loaded.device.type == "cpu":
             cpu_kernels()  # built now, not in the first step
 
-    @torch.inference_mode()
     def execute(self, batch: Batch) -> list[int | None]:
         """Forward the batch; for each row the (first) sampled token id, None where `sample` is False, -1 where a mask allows
         none."""
+        return self.launch(batch).wait()
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch, after: Launched | None = None) -> StepDrawn:
+        """Queue the same on the device. after: what `launch` gave for the step before it, whose draws are the tokens of rows
+        that follow it."""
         self.pages.update_tables(batch.table_updates)
         if not batch.rows:
-            return []
+            return StepDrawn(batch)
         with self._threads(batch):
-            step = self.prepare(batch)
-            hidden = self.forward(step)
-            return self._sample(step, hidden)
+            graphs = self.graphs if self._replayable(batch) else None
+            drawn = after.by_row if isinstance(after, StepDrawn) else {}
+            plan = self._stage.plan(batch, graphs.buckets if graphs else None, drawn)
+
+            def scores(sent: Tensor) -> tuple[Tensor, ...]:
+                return self._scores(plan.build(sent))
+
+            values = plan.packed.values
+            logits, likeliest = graphs.run(plan.limits, values, scores) if graphs else scores(self.pages.send(values))
+            return self._drawn(batch, plan, logits, likeliest)
 
     @torch.inference_mode()
     def logits(self, batch: Batch) -> Tensor:
         """Forward the batch without sampling: logits of every token `[num_tokens, vocab_size]`, in the batch's order."""
         self.pages.update_tables(batch.table_updates)
-        step = self.prepare(batch)
-        scores = self.loaded.model.logits(self.forward(step))
-        by_row = dict(zip(step.order, torch.split(scores, [len(work.tokens) for work in step.works]), strict=True))
+        plan = self._stage.plan(batch)
+        scores = self.loaded.model.logits(self.forward(plan.build(self.pages.send(plan.packed.values))))
+        by_row = dict(zip(plan.order, torch.split(scores, [len(work.tokens) for work in plan.works]), strict=True))
         return torch.cat([by_row[index] for index in range(len(batch.rows))])
 
     @torch.inference_mode()
@@ -140,14 +162,8 @@ class ModelRunner:
     @contextmanager
     def _threads(self, batch: Batch) -> Iterator[None]:
         """One thread for a small step on the CPU; the process's setting is restored."""
-        held = sum(
-            (min(work.slot, self.groups[index].window or work.slot) + len(work.tokens)) * self.groups[index].token_bytes
-            for work in batch.rows
-            for index in self.forms[work.form].groups
-        )
-        small = batch.num_tokens <= _FEW_TOKENS and self._weight_bytes + held <= _FEW_BYTES
         before = torch.get_num_threads()
-        if not small or before == 1 or self.loaded.device.type != "cpu":
+        if self.loaded.device.type != "cpu" or before == 1 or not self._small(batch):
             yield
             return
         torch.set_num_threads(1)
@@ -155,6 +171,14 @@ class ModelRunner:
             yield
         finally:
             torch.set_num_threads(before)
+
+    def _small(self, batch: Batch) -> bool:
+        held = sum(
+            (min(work.slot, self.groups[index].window or work.slot) + len(work.tokens)) * self.groups[index].token_bytes
+            for work in batch.rows
+            for index in self.forms[work.form].groups
+        )
+        return batch.num_tokens <= _FEW_TOKENS and self._weight_bytes + held <= _FEW_BYTES
 
     def prepare(self, batch: Batch) -> Step:
         """Order the rows and carry the step's integers to the device."""
@@ -168,20 +192,58 @@ class ModelRunner:
         lifecycle.end()
         return hidden
 
-    def _sample(self, step: Step, hidden: Tensor) -> list[int | None]:
+    def _scores(self, step: Step) -> tuple[Tensor, ...]:
+        """Logits `[num_draws, vocab_size]` behind each draw's token, and where each line's largest is, int64 `[num_draws]`."""
+        logits: Tensor = self.loaded.model.logits(self.forward(step)[step.ends])
+        return logits, logits.argmax(dim=-1)
+
+    def _replayable(self, batch: Batch) -> bool:
+        """Is it a step of few enough tokens, all of which draw, of methods whose hooks can be replayed?"""
+        if self.graphs is None or batch.num_tokens > self.graphs.buckets.rows[-1]:
+            return False
+        decode = (work.decodes and work.sample and not work.replay for work in batch.rows)
+        return all(decode) and all(self.served[form].replayable for form in {work.form for work in batch.rows})
+
+    def _drawn(self, batch: Batch, plan: Plan, logits: Tensor, likeliest: Tensor) -> StepDrawn:
         """Draw for the rows that ask for it; one transfer of all tokens, and one of all log-probabilities."""
-        tokens: list[int | None] = [None] * len(step.works)
-        if not step.draws:
+        count = len(plan.draws)
+        if not count:
+            return StepDrawn(batch)
+        works = [_drawing(plan.works[index], i) for index, i in plan.draws]
+        drawn = sample(logits[:count], works, likeliest[:count])
+        if count <= len(self._stage.fed):
+            self._stage.fed[:count] = drawn
+        return StepDrawn(batch, plan, works, Fetched(drawn), score(logits[:count], drawn, works))
+
+
+class StepDrawn:
+    """What a step drew, on its way to the host. Implements `core.Launched`. by_row: which of the draws is a row's first."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        plan: Plan | None = None,
+        works: Sequence[RowWork] = (),
+        drawn: Fetched | None = None,
+        scored: Scored | None = None,
+    ) -> None:
+        self._batch, self._plan, self._works, self._drawn, self._scored = batch, plan, works, drawn, scored
+        draws = plan.draws if plan is not None else ()
+        self.by_row = {work.row: number for number, (work, (_, i)) in enumerate(zip(works, draws, strict=True)) if not i}
+
+    def wait(self) -> list[int | None]:
+        """See `core.Launched`."""
+        tokens: list[int | None] = [None] * len(self._batch.rows)
+        if self._plan is None or self._drawn is None:
             return tokens
-        works = [_drawing(step.works[index], i) for index, i in step.draws]
-        logits = self.loaded.model.logits(hidden[step.ends])
-        drawn = sample(logits, works)
-        score(logits, drawn, works)
-        for (index, i), work, token in zip(step.draws, works, drawn.tolist(), strict=True):
+        if self._scored is not None:
+            self._scored.tell()
+        plan = self._plan
+        for (index, i), work, token in zip(plan.draws, self._works, self._drawn.tolist(), strict=True):
             if i:
-                step.works[index].later.append((token, work.score))
+                plan.works[index].later.append((token, work.score))
             else:
-                tokens[step.order[index]] = token
+                tokens[plan.order[index]] = token
         return tokens
 
 

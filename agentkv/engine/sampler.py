@@ -9,34 +9,37 @@ from torch import Tensor
 
 from agentkv.engine.core import RowWork
 from agentkv.engine.penalties import altered, alters, counts
+from agentkv.kernels.send import send
 
 _MASK32 = 0xFFFFFFFF
 _COLDEST = 1e-6  # colder is greedy anyway, and would overflow
 
 
-def sample(logits: Tensor, works: Sequence[RowWork]) -> Tensor:
-    """Token ids int64 `[num_rows]` on the device, from logits `[num_rows, vocab_size]`, one work each.
+def sample(logits: Tensor, works: Sequence[RowWork], likeliest: Tensor | None = None) -> Tensor:
+    """Token ids int64 `[num_rows]` on the device, from logits `[num_rows, vocab_size]`, one work each. likeliest: where
+    the largest logits are, if that is known. The host waits for nothing but masks.
 
     First penalties, biases and masks; a row whose mask allows nothing gives -1. Then temperature 0 takes the largest logit.
     Otherwise: divide by temperature, keep the top_k largest, of those the smallest set whose probability reaches top_p, of
     those what has min_p of the largest probability, and draw. Equal logits stand in order of token id.
     """
+    likeliest = logits.argmax(dim=-1) if likeliest is None else likeliest
     changed = [index for index, work in enumerate(works) if alters(work)]
     drawn = [index for index, work in enumerate(works) if work.sampling.temperature > 0]
     if not changed and not drawn:
-        return logits.argmax(dim=-1)
+        return likeliest
     taken = sorted({*changed, *drawn})
     whole = len(taken) == len(works)
-    where = torch.tensor(taken, device=logits.device)
+    where = send(taken, logits.device)
     scores = logits.clone() if whole else logits[where]
     if drawn or any(counts(works[index]) for index in changed):
         scores = scores.double()  # a mask alone only hides logits
     if changed:
         scores = altered(scores, [works[index] for index in taken])
     best = scores.argmax(dim=-1)
-    tokens = best.clone() if whole else logits.argmax(dim=-1).index_copy_(0, where, best)
+    tokens = best.clone() if whole else likeliest.index_copy(0, where, best)
     if drawn:
-        rows = torch.tensor([taken.index(index) for index in drawn], device=logits.device)
+        rows = send([taken.index(index) for index in drawn], logits.device)
         tokens[where[rows]] = _draw(scores[rows], [works[index] for index in drawn])
     if any(works[index].allowed is not None for index in taken):
         nothing = scores.gather(1, best.unsqueeze(1)).squeeze(1) == -torch.inf
@@ -47,12 +50,12 @@ def sample(logits: Tensor, works: Sequence[RowWork]) -> Tensor:
 def _draw(logits: Tensor, works: Sequence[RowWork]) -> Tensor:
     """Draw by the largest logit plus Gumbel noise, float64 `[num_rows, vocab_size]`."""
     device = logits.device
-    temperature = torch.tensor([work.sampling.temperature for work in works], dtype=torch.float64, device=device)
+    temperature = send([work.sampling.temperature for work in works], device, torch.float64)
     scaled = logits / temperature.clamp_min(_COLDEST).unsqueeze(1)
     if any(work.sampling.top_k or work.sampling.top_p < 1 for work in works):
         scaled = _limit(scaled, works)
     if any(work.sampling.min_p for work in works):
-        least = torch.tensor([work.sampling.min_p for work in works], dtype=torch.float64, device=device).log().unsqueeze(1)
+        least = send([work.sampling.min_p for work in works], device, torch.float64).log().unsqueeze(1)
         scaled = scaled.masked_fill(scaled - scaled.amax(dim=-1, keepdim=True) < least, -torch.inf)
     return (scaled + _gumbel(works, logits.shape[1], device)).argmax(dim=-1)
 
@@ -60,8 +63,8 @@ def _draw(logits: Tensor, works: Sequence[RowWork]) -> Tensor:
 def _limit(scaled: Tensor, works: Sequence[RowWork]) -> Tensor:
     """-inf outside each row's top_k and top_p sets."""
     device, vocab_size = scaled.device, scaled.shape[1]
-    top_k = torch.tensor([work.sampling.top_k or vocab_size for work in works], device=device).unsqueeze(1)
-    top_p = torch.tensor([work.sampling.top_p for work in works], dtype=torch.float64, device=device).unsqueeze(1)
+    top_k = send([work.sampling.top_k or vocab_size for work in works], device).unsqueeze(1)
+    top_p = send([work.sampling.top_p for work in works], device, torch.float64).unsqueeze(1)
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
     ordered = ordered.masked_fill(torch.arange(vocab_size, device=device) >= top_k, -torch.inf)
     probability = ordered.softmax(dim=-1)
@@ -74,7 +77,7 @@ def _limit(scaled: Tensor, works: Sequence[RowWork]) -> Tensor:
 
 def _gumbel(works: Sequence[RowWork], vocab_size: int, device: torch.device) -> Tensor:
     """Gumbel noise `[num_rows, vocab_size]` float64, a pure function of (seed, step, token id) on every device."""
-    keys = torch.tensor([_key(work.seed, work.step) for work in works], dtype=torch.int64, device=device).unsqueeze(1)
+    keys = send([_key(work.seed, work.step) for work in works], device).unsqueeze(1)
     ids = torch.arange(vocab_size, dtype=torch.int64, device=device).unsqueeze(0)
     high = _mix((keys >> 32) ^ _mix(ids ^ (keys & _MASK32)))
     low = _mix(high ^ ids ^ 0x5BD1E995)

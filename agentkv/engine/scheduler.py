@@ -13,6 +13,7 @@ from agentkv.engine.cache.intervals import edits_to_apply, normal_edits
 from agentkv.engine.cache.state import Change
 from agentkv.engine.cache.tiers import Warm
 from agentkv.engine.core import Batch, EngineConfig, RowWork, Sequence, Status
+from agentkv.engine.flights import followers
 from agentkv.engine.lookup import share
 from agentkv.engine.oracle import Cost, MemoryOracle
 from agentkv.engine.preempt import Tally, rivals, shed, tell_preempted, tell_resumed, victims
@@ -136,6 +137,26 @@ class Scheduler:
             self.settle()
         self._follow_moves(batch)
         self._retry |= self.waiting.pass_over(self.running)
+        return batch
+
+    def follow(self, before: Batch) -> Batch:
+        """The step behind one that is under way: the next token of each row, not known yet. Empty where that is not certain."""
+        guessing = self.config.lookup and share(len(self.running), self.config.step_tokens)
+        guessing = guessing and any(seq.drafter is not None for seq in self.running)
+        if self.waiting or guessing or self._compactions != self.oracle.compactions:
+            return Batch(rows=[])
+        going = followers(self.running, before)
+        batch = Batch(rows=[])
+        if going:
+            self.batch = batch
+            self.oracle.hold(True)
+            for seq in going:
+                work = self._append(batch, seq, [0], seq.num_forwarded)
+                work.sample = work.follows = True
+                work.step += 1
+            self.oracle.hold(False)
+            if self._unsettled:
+                self.settle()
         return batch
 
     # -- who runs

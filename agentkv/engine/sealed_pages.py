@@ -29,8 +29,8 @@ class SealedUnits:
         self.by_head = layout.granularity == "head"
         layers = 1 if self.by_head else layout.num_layers
         elements = pages.elements(pages.dtype)
-        self._kv = [elements.as_strided(*layout.strides(layer, pages.num_granules)) for layer in range(layers)]
-        rows = pages.num_granules - pages.groups[served.payload].stripe_bytes // GRANULE + 1
+        self._kv = [elements.as_strided(*layout.strides(layer, pages.all_granules)) for layer in range(layers)]
+        rows = pages.all_granules - pages.groups[served.payload].stripe_bytes // GRANULE + 1
         dims = (layout.page_size,) if self.by_head else (layout.num_layers, layout.num_kv_heads, layout.page_size)
         inner = (1,) if self.by_head else (layout.num_kv_heads * layout.page_size, layout.page_size, 1)
         words = pages.elements(torch.int32)

@@ -38,7 +38,7 @@ def selected_pages(selection: Selection, table: RowTable, num_kv_heads: int, pag
     most = pages.shape[2] * page_size
     bounds = tuple(min(most, length) for length in table.host_lens)
     offsets = torch.arange(page_size, device=pages.device)
-    hiding = _hiding((pages.unsqueeze(3) * page_size + offsets).flatten(2), table) if any(table.first_slots) else None
+    hiding = _hiding((pages.unsqueeze(3) * page_size + offsets).flatten(2), table) if table.cut else None
     return HeadTable(_granules(pages, table).to(torch.int32), slots, max(bounds), bounds), hiding
 
 
@@ -56,7 +56,7 @@ def selected_slots(selection: Selection, table: RowTable, pages: Tensor) -> tupl
     target = _columns(entries[..., place // _COMPACT], (place % _COMPACT).expand_as(slots))
     move_head_slots(pages, source, compact, target)
     bounds = tuple(min(most, length) for length in table.host_lens)
-    hiding = _hiding(slots, table) if any(table.first_slots) else None
+    hiding = _hiding(slots, table) if table.cut else None
     return compact, HeadTable(entries.to(torch.int32), lens.to(torch.int32), max(bounds), bounds), hiding
 
 

@@ -167,7 +167,8 @@ class SparseMethod:
 
     stores: where K and V of new tokens go: into the model's own pages, or (False) into the method's states. seals_into: what
     the sealed part is: pages of all layers and heads (stripe), pages of one head of one layer (head), both with the logical
-    position of each slot, or the method's own sealed states (states).
+    position of each slot, or the method's own sealed states (states). graph_safe: the hooks of a decode step may be replayed
+    with other rows: they size and choose by the host's bounds only what is right for every shorter row.
     """
 
     family: ClassVar[str] = "full"

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain, groupby
+from itertools import accumulate, chain, groupby, repeat
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from agentkv.engine.core import Batch, RowWork
 from agentkv.engine.forms import Served
+from agentkv.engine.limits import Buckets, Limits, dead, single
 from agentkv.engine.pages import KVPages
 from agentkv.engine.query_window import QueryRows, QueryWindow
 from agentkv.engine.sealed_pages import SealedPages, SealedUnits
@@ -22,76 +24,108 @@ from agentkv.errors import EngineFault
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A batch on the device. order: index in the batch of each row of `works`: decodes first, then chunks, then what is
-    forwarded to be looked at; within each by form.
+    """A batch on the device. ends: int64 `[num_draws]`, the token of the step that each draw comes after."""
 
-    draws: (index of the row in `works`, how many of the row's draws come before) of each draw.
-    """
-
-    works: tuple[RowWork, ...]
-    order: tuple[int, ...]
     token_ids: Tensor
     positions: Tensor
     batches: tuple[DeviceBatch, ...]
-    draws: tuple[tuple[int, int], ...]
     ends: Tensor
-    """int64 `[num_draws]`: the token of the step that each draw comes after."""
 
 
 class Packed:
     """Lists of integers on their way to the device, in one copy."""
 
     def __init__(self) -> None:
-        self._values: list[int] = []
+        self.values: list[int] = []
         self._sizes: list[int] = []
-        self._parts: tuple[Tensor, ...] = ()
 
     def add(self, values: Iterable[int]) -> int:
         """Add a list; what it is found by once it was sent."""
-        before = len(self._values)
-        self._values.extend(values)
-        self._sizes.append(len(self._values) - before)
+        before = len(self.values)
+        self.values.extend(values)
+        self._sizes.append(len(self.values) - before)
         return len(self._sizes) - 1
 
-    def send(self, pages: KVPages) -> None:
-        """Copy all of them, int64."""
-        self._parts = torch.split(pages.send(self._values), self._sizes)
+    def split(self, sent: Tensor) -> tuple[Tensor, ...]:
+        """The lists, in the order in which they were added, of all their numbers on the device."""
+        return torch.split(sent, self._sizes)
 
-    def __getitem__(self, key: int) -> Tensor:
-        return self._parts[key]
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A step before anything of it is on the device. order: index in the batch of each row of `works`: decodes first, then
+    chunks, then what is forwarded to be looked at; within each by form. draws: (index of the row in `works`, how many of the
+    row's draws come before) of each draw. limits: by part, of a step that is to be captured, () for one that is not; plans of
+    equal limits differ in the numbers of `packed` alone. token_ids, positions, ends: where these stand in it; sources: of each
+    token, which draw of the step before it is, -1 for none; None where there is no such token. fed: those draws."""
+
+    works: tuple[RowWork, ...]
+    order: tuple[int, ...]
+    draws: tuple[tuple[int, int], ...]
+    parts: tuple[_Part, ...]
+    packed: Packed
+    token_ids: int
+    positions: int
+    ends: int
+    sources: int | None
+    fed: Tensor
+    limits: tuple[Limits, ...] = ()
+
+    def build(self, sent: Tensor) -> Step:
+        """The step, of the numbers of `packed` on the device, int64."""
+        lists = self.packed.split(sent)
+        token_ids, positions = lists[self.token_ids], lists[self.positions]
+        if self.sources is not None:
+            sources = lists[self.sources]
+            token_ids = torch.where(sources < 0, token_ids, self.fed[sources.clamp(min=0)])
+        batches = tuple(part.batch(lists, positions) for part in self.parts)
+        return Step(token_ids, positions, batches, lists[self.ends])
 
 
 @dataclass(frozen=True)
 class Stage:
     """What steps are built over: the runner's pages and forms. group_of: layer -> its KV group; sealed: where sealed parts of K
-    and V lie, by form; window: of queries, where a method asks for it."""
+    and V lie, by form; window: of queries, where a method asks for it; fed: int64 `[max_rows]`, what the last step drew."""
 
     pages: KVPages
     served: tuple[Served, ...]
     group_of: tuple[int, ...]
     sealed: tuple[SealedUnits | None, ...]
     window: QueryWindow | None
+    fed: Tensor
 
     def step(self, batch: Batch) -> Step:
         """Order the rows, and carry what the device must know of them there."""
+        plan = self.plan(batch)
+        return plan.build(self.pages.send(plan.packed.values))
+
+    def plan(self, batch: Batch, buckets: Buckets | None = None, drawn: Mapping[int, int] = MappingProxyType({})) -> Plan:
+        """Order the rows, and write down what the device must know of them. buckets: the step is to be captured; all its rows
+        decode and draw. drawn: by row, which draw of the step before was the row's."""
         order = sorted(range(len(batch.rows)), key=lambda index: _kind(batch.rows[index]))
         works = tuple(batch.rows[index] for index in order)
-        counts = [len(work.tokens) for work in works]
         draws = tuple(
             (index, i) for index, work in enumerate(works) if work.sample and not work.replay for i in range(work.drafted + 1)
         )
-        stops = list(accumulate(counts))
-        packed = Packed()
-        token_ids = packed.add(token for work in works for token in work.tokens)
-        positions = packed.add(work.position + i for work in works for i in range(len(work.tokens)))
-        ends = packed.add(stops[index] - 1 - works[index].drafted + i for index, i in draws)
-        parts, first = [], 0
+        parts: list[_Part] = []
         for _, members in groupby(works, key=_kind):
-            parts.append(_Part(self, tuple(members), first, packed))
-            first += sum(parts[-1].counts)
-        packed.send(self.pages)
-        batches = tuple(part.batch(packed, packed[positions]) for part in parts)
-        return Step(works, tuple(order), packed[token_ids], packed[positions], batches, draws, packed[ends])
+            parts.append(_Part(self, list(members), parts[-1].tokens.stop if parts else 0, buckets))
+        packed, rows = Packed(), [work for part in parts for work in part.works]
+        token_ids = packed.add(token for work in rows for token in work.tokens)
+        positions = packed.add(work.position + i for work in rows for i in range(len(work.tokens)))
+        sources = None
+        if buckets is not None or any(work.follows for work in works):
+            sources = packed.add(drawn[work.row] if work.follows else -1 for work in rows for _ in work.tokens)
+        if buckets is None:
+            stops = list(accumulate(len(work.tokens) for work in works))
+            ends = packed.add(stops[index] - 1 - works[index].drafted + i for index, i in draws)
+        else:
+            living = [range(part.tokens.start, part.tokens.start + part.living) for part in parts]
+            ends = packed.add((*chain(*living), *repeat(0, len(rows) - len(draws))))
+        for part in parts:
+            part.pack(packed)
+        limits = tuple(part.limits for part in parts if part.limits is not None)
+        return Plan(works, tuple(order), draws, tuple(parts), packed, token_ids, positions, ends, sources, self.fed, limits)
 
     @cached_property
     def places(self) -> tuple[tuple[dict[str, tuple[Tensor, int]], tuple[int, ...]], ...]:
@@ -110,35 +144,46 @@ class Stage:
 
 
 class _Part:
-    """Rows of one form in one phase: their integers first, and once these are on the device, their batch."""
+    """Rows of one form in one phase: their integers first, and once these are on the device, their batch.
 
-    def __init__(self, stage: Stage, works: tuple[RowWork, ...], first: int, packed: Packed) -> None:
-        self.stage, self.works = stage, works
+    works: with dead rows behind the `living` ones where the part is to be captured: then `limits` stand for their numbers.
+    tokens: where they lie in the step.
+    """
+
+    def __init__(self, stage: Stage, works: list[RowWork], first: int, buckets: Buckets | None) -> None:
+        self.stage = stage
         self.form = works[0].form
         self.served = stage.served[self.form]
-        self.counts = [len(work.tokens) for work in works]
-        self.tokens = slice(first, first + sum(self.counts))
-        self._rows = packed.add(work.row for work in works)
-        self._owners = packed.add(work.row for work in works for _ in work.tokens)
+        self.works = works if buckets is None else single(works)
+        self.living = len(self.works)
+        self.limits: Limits | None = None
+        self._full = self._pages_filled()
+        if buckets is not None:
+            self.limits = self._limits(buckets)
+            self.works += [dead(self.form, stage.pages.dead_row)] * (self.limits.rows - self.living)
+            self._full += [(stage.pages.dead_row, 0)] * (self.limits.fills - len(self._full))
         self._starts = {index: self._starts_in(index) for index in self.served.form.groups}
+        self.counts = [len(work.tokens) for work in self.works]
+        self.tokens = slice(first, first + sum(self.counts))
+
+    def pack(self, packed: Packed) -> None:
+        """Write down what the device must know."""
+        self._rows = packed.add(work.row for work in self.works)
+        self._owners = packed.add(work.row for work in self.works for _ in work.tokens)
         self._groups = [self._add_group(index, packed) for index in self.served.form.groups]
-        self._bounds = packed.add(work.sealed for work in works)
-        self._fill = self._add_fill(packed)
+        self._bounds = packed.add(work.sealed for work in self.works)
+        self._fill = packed.add(row for row, _ in self._full), packed.add(page for _, page in self._full)
         self._recent = self._add_recent(packed)
 
-    def batch(self, packed: Packed, positions: Tensor) -> DeviceBatch:
-        """positions: of the whole step."""
+    def batch(self, lists: Sequence[Tensor], positions: Tensor) -> DeviceBatch:
+        """lists: what was packed, on the device. positions: of the whole step."""
         states, group_of = self.stage.places[self.form]
-        rows, owners = packed[self._rows], packed[self._owners]
+        rows, owners = lists[self._rows], lists[self._owners]
         groups = (
-            self._group_rows(index, [packed[key] for key in keys], rows, owners)
-            for index, keys in zip(self.served.form.groups, self._groups, strict=True)
+            self._group_rows(place, [lists[key] for key in keys], rows, owners) for place, keys in enumerate(self._groups)
         )
-        bounds = tuple(work.sealed for work in self.works)
-        units = self.stage.sealed[self.form]
-        sealed = SealedPages(self.stage.pages, self.served, units, rows, packed[self._bounds], bounds) if any(bounds) else None
         return DeviceBatch(
-            _spans(self.works),
+            _spans(self.works) if self.limits is None else _any_spans(self.limits),
             self.tokens,
             _kind(self.works[0])[0] != 0,
             positions[self.tokens],
@@ -148,11 +193,37 @@ class _Part:
             states,
             form=self.form,
             replay=self.works[0].replay,
-            sealed=sealed,
-            filled=self._filled(packed),
-            recent=self._kept(packed),
+            sealed=self._sealed(rows, lists[self._bounds]),
+            filled=self._filled(lists),
+            recent=self._kept(lists),
             scale=self.served.shape.scale,
         )
+
+    def _limits(self, buckets: Buckets) -> Limits:
+        form, sealed = self.served.form, max(work.sealed for work in self.works)
+        rows, sizes = buckets.of_rows(self.living), [self._sizes(group, buckets) for group in form.groups]
+        return Limits(
+            form=self.form,
+            rows=rows,
+            slots=tuple(slots for slots, _ in sizes),
+            seen=tuple(seen for _, seen in sizes),
+            sealed=buckets.of_slots(sealed, min(self._most(group) for group in form.sealed)) if sealed else 0,
+            fills=rows if self._full else 0,
+            holes=any(work.slot != work.position for work in self.works),
+        )
+
+    def _sizes(self, group: int, buckets: Buckets) -> tuple[int, int]:
+        """`slots` and `seen` of the limits. Where not all is seen, what is seen says how much there is to do."""
+        lens, starts = [work.slot_in(group) + 1 for work in self.works], self._starts_in(group)
+        most = self._most(group)
+        if not starts:
+            return buckets.of_slots(max(lens), most), 0
+        return most, buckets.of_slots(max(n - first for n, (first, *_) in zip(lens, starts, strict=True)), most)
+
+    def _most(self, group: int) -> int:
+        """Slots that a row can have in a group."""
+        pages = self.stage.pages
+        return pages.tables[group].shape[1] * pages.groups[group].page_size
 
     def _add_group(self, index: int, packed: Packed) -> tuple[int, int, int]:
         """Slots of the tokens, lengths of the rows, and first visible slots of the tokens."""
@@ -180,35 +251,49 @@ class _Part:
                 starts.append(tuple(max(0, work.slot + i - window + 1) for i in range(len(work.tokens))))
         return tuple(starts)
 
-    def _group_rows(self, index: int, device: Sequence[Tensor], rows: Tensor, owners: Tensor) -> GroupRows:
+    def _group_rows(self, place: int, device: Sequence[Tensor], rows: Tensor, owners: Tensor) -> GroupRows:
+        index = self.served.form.groups[place]
         slots, lens, starts = device
         page_size, table = self.stage.pages.groups[index].page_size, self.stage.pages.tables[index]
-        host_starts = self._starts[index]
+        host_lens, host_starts = self._on_host(place)
         held = RowTable(
             entries=table,
             rows=rows,
             lens=lens.to(torch.int32),
             host_rows=tuple(work.row for work in self.works),
-            host_lens=tuple(work.slot_in(index) + len(work.tokens) for work in self.works),
+            host_lens=host_lens,
             page_size=page_size,
-            starts=starts.to(torch.int32) if host_starts else None,
+            starts=starts.to(torch.int32) if self._starts[index] else None,
             host_starts=host_starts,
+            exact=self.limits is None,
         )
         return GroupRows(held, table[owners, slots // page_size].to(torch.int64), slots % page_size)
 
-    def _add_fill(self, packed: Packed) -> tuple[int, int] | None:
-        """(rows, pages) of KV that the part's tokens fill; None where nothing is to be made of them."""
+    def _on_host(self, place: int) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+        """What the host says of the rows' lengths and first slots in a group."""
+        index = self.served.form.groups[place]
+        if self.limits is None:
+            return tuple(work.slot_in(index) + len(work.tokens) for work in self.works), self._starts[index]
+        rows, slots, seen = self.limits.rows, self.limits.slots[place], self.limits.seen[place]
+        return (slots,) * rows, ((slots - seen,),) * rows if seen else ()
+
+    def _sealed(self, rows: Tensor, bounds: Tensor) -> SealedPages | None:
+        pages, units = self.stage.pages, self.stage.sealed[self.form]
+        most = tuple(work.sealed for work in self.works) if self.limits is None else (self.limits.sealed,) * self.limits.rows
+        return SealedPages(pages, self.served, units, rows, bounds, most) if any(most) else None
+
+    def _pages_filled(self) -> list[tuple[int, int]]:
+        """(row, page) of KV that the part's tokens fill, where something is to be made of them."""
         if not self.served.page_states or self.works[0].replay:
-            return None
+            return []
         size = self.stage.pages.groups[0].page_size
         spans = [(work.row, work.slot_in(0), work.slot_in(0) + len(work.tokens)) for work in self.works]
-        full = [(row, page) for row, start, stop in spans for page in range(start // size, stop // size)]
-        return (packed.add(row for row, _ in full), packed.add(page for _, page in full)) if full else None
+        return [(row, page) for row, start, stop in spans for page in range(start // size, stop // size)]
 
-    def _filled(self, packed: Packed) -> PageFill | None:
-        if self._fill is None:
+    def _filled(self, lists: Sequence[Tensor]) -> PageFill | None:
+        if not self._full:
             return None
-        rows, pages = (packed[key] for key in self._fill)
+        rows, pages = (lists[key] for key in self._fill)
         tables = self.stage.pages.tables
         of = {name: tables[self.served.tail[name]][rows, pages].to(torch.int64) for name in self.served.page_states}
         return self.stage.fill(self.form, tables[0][rows, pages].to(torch.int64), of)
@@ -229,10 +314,10 @@ class _Part:
         tokens, rows, places = (packed.add(column) for column in zip(*kept, strict=True))
         return tokens, rows, places
 
-    def _kept(self, packed: Packed) -> QueryRows | None:
+    def _kept(self, lists: Sequence[Tensor]) -> QueryRows | None:
         if self._recent is None or self.stage.window is None:
             return None
-        tokens, rows, places = (packed[key] for key in self._recent)
+        tokens, rows, places = (lists[key] for key in self._recent)
         return self.stage.window.rows(tokens, rows, places)
 
 
@@ -258,3 +343,9 @@ def _spans(works: Sequence[RowWork]) -> tuple[RowSpan, ...]:
         )
         for work, end in zip(works, ends, strict=True)
     )
+
+
+def _any_spans(limits: Limits) -> tuple[RowSpan, ...]:
+    """The same of a captured step: bounds, and no row in particular."""
+    held = max(limits.slots)
+    return tuple(RowSpan(-1, i, i + 1, held - 1 + limits.holes, held) for i in range(limits.rows))

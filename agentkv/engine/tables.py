@@ -13,6 +13,7 @@ from torch import Tensor
 
 from agentkv.kernels.chunk_attention import token_slots
 from agentkv.kernels.decode_attention import RowPages, plan_row
+from agentkv.kernels.send import send
 
 if TYPE_CHECKING:
     from agentkv.kernels.paged_decode import DecodePlan
@@ -26,7 +27,9 @@ class RowTable:
     lens: int32 `[num_rows]` on the device, slots held, the step's own tokens included. host_rows, host_lens: the same on
     the host (a method that knows its kept counts only on the device gives upper bounds). starts: int32 `[num_tokens]` on the
     device, the first slot that each of the batch's tokens sees, None where each sees all; host_starts: the same on the host, by
-    row. Slots before a row's first start are never read.
+    row. Slots before a row's first start are never read. exact: the host's numbers are those of the rows. In a captured step,
+    which serves other rows later, they are not: host_lens are upper bounds, a row sees no more than host_lens - host_starts
+    slots, and host_rows means nothing.
     """
 
     entries: Tensor
@@ -37,6 +40,12 @@ class RowTable:
     page_size: int
     starts: Tensor | None = None
     host_starts: tuple[tuple[int, ...], ...] = ()
+    exact: bool = True
+
+    @property
+    def cut(self) -> bool:
+        """May slots before a row's first visible one lie in its table?"""
+        return any(self.first_slots) if self.exact else self.starts is not None
 
     @property
     def first_slots(self) -> tuple[int, ...]:
@@ -50,7 +59,7 @@ class RowTable:
             return self
         if (counts, own) not in self._by_query:
             behind = [(count - 1 - i) * own for count in counts for i in range(count)]
-            packed = torch.tensor([*counts, *behind]).to(self.rows.device)
+            packed = send([*counts, *behind], self.rows.device)
             repeats, back = torch.split(packed, [len(counts), len(behind)])
             owner = [index for index, count in enumerate(counts) for _ in range(count)]
             self._by_query[counts, own] = replace(
@@ -84,10 +93,10 @@ class RowTable:
 
     def visible(self, num_kv_heads: int) -> tuple[HeadTable, tuple[int, ...]]:
         """Each row's slots from the page of its first visible one on, for one query a row, and how many slots of that page come
-        before the visible one."""
+        before the visible one (at most, where the table is not exact)."""
         if num_kv_heads not in self._visible:
             size = self.page_size
-            hidden = tuple(first % size for first in self.first_slots)
+            hidden = tuple(first % size if self.exact else (size - 1) * self.cut for first in self.first_slots)
             bounds = tuple(n - f + h for n, f, h in zip(self.host_lens, self.first_slots, hidden, strict=True))
             entries, lens = self.entries[self.rows], self.lens
             if self.starts is not None:
@@ -105,7 +114,9 @@ class RowTable:
 
     def apart(self, counts: tuple[int, ...]) -> tuple[RowTable, RowTable]:
         """The visible slots before the last counts[i] of row i, counted from the page of the first of them and wholly seen, and
-        those last ones, which are the step's own tokens."""
+        those last ones, which are the step's own tokens. TypeError where the table is not exact."""
+        if not self.exact:
+            raise TypeError("the host does not know where the rows of a captured step end")
         if counts not in self._apart:
             size, lines = self.page_size, tuple(range(len(counts)))
             fronts, hidden = (tuple(rule(first, size) for first in self.first_slots) for rule in (floordiv, mod))
@@ -113,9 +124,7 @@ class RowTable:
             held = tuple(before - front * size for before, front in zip(befores, fronts, strict=True))
             starts = tuple((first,) * count for first, count in zip(hidden, counts, strict=True))
             owns = tuple((before,) * count for before, count in zip(befores, counts, strict=True))
-            waits = not self.rows.is_cuda  # a copy from pinned memory does not wait
-            numbers = torch.tensor([*lines, *fronts, *held, *chain(*starts), *chain(*owns)], pin_memory=not waits)
-            packed = numbers.to(self.rows.device, non_blocking=not waits)
+            packed = send([*lines, *fronts, *held, *chain(*starts), *chain(*owns)], self.rows.device)
             rows, front, lens, *both = torch.split(packed, [len(counts)] * 3 + [sum(counts)] * 2)
             first, own = (each.to(torch.int32) for each in both)
             pages = front.unsqueeze(1) + torch.arange(-(-max(held) // size), device=rows.device)

@@ -49,6 +49,7 @@ class RuntimeGauges(Collector):
             if name in stats:
                 yield CounterMetricFamily(f"agentkv_{name}", text, value=stats[name])
         yield from _tiers(stats)
+        yield from _graphs(stats.get("graphs") or {})
 
     def describe(self) -> Iterable[Metric]:
         """Nothing in advance: registering must not touch the engine."""
@@ -115,6 +116,16 @@ def log_line(turn: Turn, seconds: float) -> str:
         f"chain {chain}",
     )
     return " · ".join(parts)
+
+
+def _graphs(told: Mapping[str, Any]) -> Iterator[Metric]:
+    """Decode steps as graphs, where there are any."""
+    if told:
+        yield CounterMetricFamily("agentkv_graph_captures", "Decode steps captured as graphs", value=told["captured"])
+        yield CounterMetricFamily("agentkv_graph_replays", "Decode steps that a graph ran", value=told["replays"])
+        yield CounterMetricFamily("agentkv_graph_eager", "Decode steps that no graph was there for", value=told["eager"])
+        yield CounterMetricFamily("agentkv_graph_capture_seconds", "Time that captures took", value=told["seconds"])
+        yield GaugeMetricFamily("agentkv_graph_bytes", "Device memory that captures took", value=told["bytes"])
 
 
 def _tiers(stats: Mapping[str, Any]) -> Iterator[Metric]:

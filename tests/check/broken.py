@@ -85,6 +85,8 @@ class Siblings(SparseMethod):
 class Scratch(SparseMethod):
     """Keeps between steps what it should have declared as state: an int64 by first page of a row."""
 
+    graph_safe: ClassVar[bool] = False  # it asks the host for rows
+
     @cached_property
     def memory(self) -> Tensor:
         return torch.zeros(GRANULES, dtype=torch.int64)
@@ -141,6 +143,8 @@ class Expectant(Scratch):
 @dataclass(frozen=True)
 class Countless(SparseMethod):
     """prune: takes positions for lengths, and reads what stands behind the slots that a prune left."""
+
+    graph_safe: ClassVar[bool] = False  # it asks the host for rows
 
     def view(self, layer: int, selection: Selection | None, batch: DeviceBatch) -> AttentionView:
         part = batch.part(layer)
@@ -265,6 +269,8 @@ class Curious(SparseMethod):
 @dataclass(frozen=True)
 class Impatient(SparseMethod):
     """waits: for a value, in one of several ways."""
+
+    graph_safe: ClassVar[bool] = False
 
     way: str = "item"
 

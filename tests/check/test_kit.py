@@ -5,17 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from broken import BROKEN, Impatient
+from torch import Tensor
 from toys import Edges, Newest
 
 from agentkv import methods
 from agentkv.check.kit import CHECKS, check
 from agentkv.check.models import TINY, opened, tiny
-from agentkv.check.outcome import Outcome
+from agentkv.check.outcome import Failed, Outcome
 from agentkv.check.scene import Case
 from agentkv.check.subject import configured
 from agentkv.engine.loader import LoadedModel
 from agentkv.engine.sparse import SparseMethod
+from agentkv.engine.view import DeviceBatch
 
 SOUND: dict[str, type[SparseMethod]] = {"edges": Edges, "newest": Newest}
 SKIPPED = {"edges": {"append"}, "newest": {"append", "counts"}}
@@ -76,6 +79,28 @@ def test_every_way_to_wait_is_seen(way: str, small: LoadedModel) -> None:
 
 def test_what_does_not_wait_passes(small: LoadedModel) -> None:
     assert CHECKS["waits"](Case(Impatient("sized"), small))
+
+
+class Frozen(SparseMethod):
+    """The same operations in every step, on lengths that the host gave when they were captured."""
+
+    def finish(self, layer: int, out: Tensor, batch: DeviceBatch) -> Tensor:
+        scale = [1 + 0.1 * (length % 5) * (not batch.prefill) for length in batch.table_of(layer).host_lens]
+        parts = zip(batch.rows, scale, strict=True)
+        return torch.cat([out[span.start : span.end] * each for span, each in parts])
+
+
+def test_a_length_of_the_host_in_a_captured_step_is_seen(small: LoadedModel) -> None:
+    with pytest.raises(Failed, match="replayed from a graph"):
+        CHECKS["graph"](Case(Frozen(), small))
+
+
+def test_a_step_that_cannot_be_captured_is_seen(small: LoadedModel) -> None:
+    class Safe(Impatient):
+        graph_safe = True
+
+    with pytest.raises(Failed, match="cannot be captured: Failed: item of a tensor waits"):
+        CHECKS["graph"](Case(Safe(), small))
 
 
 class Silent(Newest):

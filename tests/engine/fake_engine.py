@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from agentkv.engine.core import GRANULE, Batch, Edit, EngineConfig, KVGroup, Request, RowWork
@@ -54,8 +55,21 @@ def copying(visible: list[list[Content]], seed: int, step: int, vocab: int) -> i
     return tokens[places[-1]] % vocab if places and chance % 4 else chance // 4
 
 
+@dataclass
+class Done:
+    """Implements `core.Launched`."""
+
+    drawn: list[int | None]
+    by_row: dict[int, int]
+
+    def wait(self) -> list[int | None]:
+        return self.drawn
+
+
 class FakeRunner:
     """Implements `core.Runner` over a dictionary of granules."""
+
+    ahead = False
 
     def __init__(
         self,
@@ -105,6 +119,16 @@ class FakeRunner:
         if self.steps in self.fail_execute:
             raise RuntimeError("device fault")
         return drawn
+
+    def launch(self, batch: Batch, after: Done | None = None) -> Done:
+        """Carried out at once, as a device's queue is in order; what it draws is told when it is waited for."""
+        for work in batch.rows:
+            if work.follows:
+                assert work.tokens == [0]
+                assert after is not None
+                work.tokens = [after.by_row[work.row]]
+        drawn = self.execute(batch)
+        return Done(drawn, {work.row: token for work, token in zip(batch.rows, drawn, strict=True) if token is not None})
 
     def _forward(self, work: RowWork) -> int | None:
         assert work.tokens

@@ -60,6 +60,7 @@ class EngineLife(RuleBasedStateMachine):
     seen: ClassVar[Counter[str]] = Counter()
     warm_pages = 0
     lookup = 0
+    ahead = False
 
     @initialize(
         units=st.integers(3, 30),
@@ -96,7 +97,7 @@ class EngineLife(RuleBasedStateMachine):
             lookup=self.lookup,
         )
         self.windows, self.reach = windows, step_tokens + slack
-        self.llm.runner.vocab = VOCAB
+        self.llm.runner.vocab, self.llm.runner.ahead = VOCAB, self.ahead
         self.oracle = Oracle(VOCAB, windows)
         self.running: list[Running] = []
         self.page, self.units, self.counter = page, units, 1

@@ -46,9 +46,10 @@ class Item:
 
 
 class Life:
-    """One engine and its callers. seen: what happened, over all lives."""
+    """One engine and its callers. seen: what happened, over all lives. ahead: steps are launched before the tokens of the step
+    before are known."""
 
-    def __init__(self, rng: random.Random, seen: Counter[str]) -> None:
+    def __init__(self, rng: random.Random, seen: Counter[str], ahead: bool = False) -> None:
         self.rng, self.seen, self.now = rng, seen, 0.0
         self.rows = rng.randrange(1, 5)
         self.llm = sealing_engine(
@@ -63,7 +64,7 @@ class Life:
             lookup=rng.choice([0, 0, 6]),
             clock=lambda: self.now,
         )
-        self.llm.runner.vocab = VOCAB
+        self.llm.runner.vocab, self.llm.runner.ahead = VOCAB, ahead
         self.follower = Follower(self.llm)
         self.open: list[Item] = []
         forms = rng.sample(range(len(KINDS)), 4)
@@ -164,7 +165,7 @@ class Life:
     def step(self) -> bool:
         """False when nothing ran."""
         self.now += 1
-        before = self.llm.runner.steps
+        before, flying = self.llm.runner.steps, self.llm._flight is not None
         for output in self.llm.step():
             item = next(item for item in self.open if item.seq is output.seq)
             if output.seq.fault is not None:
@@ -176,9 +177,11 @@ class Life:
                 self.finished(output.seq)
         assert not self.follower.broken, self.follower.broken
         self.llm.check()
-        if self.llm.has_work and self.llm.runner.steps == before:
+        self.seen["launched ahead"] += self.llm._flight is not None
+        ran = self.llm.runner.steps > before or flying
+        if self.llm.has_work and not ran:
             assert self.llm.scheduler.finished, "work is queued and nothing runs"
-        return self.llm.runner.steps > before
+        return ran
 
     def finished(self, seq: Sequence) -> None:
         name = KINDS[seq.request.form].name
@@ -198,6 +201,8 @@ class Life:
             self.llm.runner.fail_seal = True
         self.step()
         self.llm.runner.fail_seal = False
+        if self.llm.runner.ahead:
+            self.step()  # which tells of a launch that failed
         self.llm.runner.fail_execute.clear()
         self.step()
         self.faults = False
@@ -325,11 +330,11 @@ class Life:
         assert self.llm.arena.used_bytes == self.llm.tier.used_bytes == 0
 
 
-def run_lives(seeds: range) -> Counter[str]:
+def run_lives(seeds: range, ahead: bool = False) -> Counter[str]:
     seen: Counter[str] = Counter()
     for seed in seeds:
         try:
-            life = Life(random.Random(seed), seen)
+            life = Life(random.Random(seed), seen, ahead)
             for _ in range(80):
                 life.act()
             life.close()
@@ -345,6 +350,11 @@ def test_random_lives() -> None:
     wanted = [f"{kind.name} {what}" for kind in KINDS for what in ("ends", "continues", "continues a prune", "preempted")]
     missing = [what for what in (*wanted, "pruned sealed", "restarts", "brought back", "faults", "refused") if not seen[what]]
     assert not missing or count < 60, (missing, seen)
+
+
+def test_random_lives_with_steps_launched_ahead() -> None:
+    seen = run_lives(range(100, 130), ahead=True)
+    assert seen["launched ahead"] > 100
 
 
 @pytest.mark.slow

@@ -64,6 +64,7 @@ class RandomRunner:
     groups = (KVGroup((0,), num_kv_heads=1, head_dim=128, itemsize=2, page_size=512),)
     forms = (KVForm((0,)),)
     num_granules = 4096 * (groups[0].stripe_bytes // GRANULE)
+    ahead = False
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size

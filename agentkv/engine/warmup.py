@@ -1,0 +1,46 @@
+"""Steps that nobody asked for, before somebody does: kernels are compiled and graphs captured while no one waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from time import perf_counter
+
+from agentkv.engine.core import Request
+from agentkv.engine.llm import LLM
+from agentkv.errors import Capacity
+from agentkv.types import Sampling
+
+DECODES = 24
+"""Tokens of each answer: past the end of a page, and past what a prompt's seal leaves to the next one."""
+
+
+def warm_up(llm: LLM, rows: Sequence[int], tokens: int) -> Iterator[tuple[int, int, float]]:
+    """Read prompts of so many tokens and decode behind them, in as many rows at once as `rows` say, form by form; (form, rows,
+    seconds) of each. They are aborted: nothing of them stays. Call it in the engine's thread. Rows or tokens that the engine
+    has no room for are less."""
+    length = max(1, min(tokens, llm.config.window - DECODES - 1))
+    for form in range(len(llm.runner.forms)):
+        for count in sorted({min(each, llm.config.max_rows) for each in rows}):
+            began = perf_counter()
+            yield form, _run(llm, form, count, length), perf_counter() - began
+
+
+def _run(llm: LLM, form: int, count: int, length: int) -> int:
+    """How many rows there was room for."""
+    sequences = []
+    try:
+        for row in range(count):
+            ids = [(7 * row + 3 * i + 1) % llm.runner.vocab_size for i in range(length)]
+            sequences.append(llm.add(Request(ids, Sampling(max_tokens=DECODES), form=form)))
+    except Capacity:
+        pass  # one that never fits; those before it do
+    for _ in range(len(sequences) * (length + DECODES)):
+        if all(seq.num_generated >= DECODES or seq.fault is not None for seq in sequences):
+            break
+        llm.step()
+        for seq in sequences:
+            if seq.num_generated >= DECODES:
+                llm.abort(seq)  # makes room for those that wait
+    for seq in sequences:
+        llm.abort(seq)
+    return len(sequences)

@@ -1,0 +1,81 @@
+"""Decode steps out of CUDA graphs: the tokens are those of an eager engine, and those of torch on a CPU."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import replace
+
+import pytest
+import torch
+from graph_life import BUCKETS, METHODS, Life, play
+
+from agentkv.check.models import tiny
+from agentkv.engine.core import Batch, EngineConfig, RowWork
+from agentkv.engine.graphs import CudaDevice, Graphs
+from agentkv.engine.limits import Limits
+from agentkv.engine.loader import LoadedModel
+from agentkv.engine.runner import ModelRunner
+from agentkv.engine.work import TableUpdate
+from agentkv.methods.dense import Dense
+from agentkv.types import Sampling
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return tiny("Qwen3ForCausalLM", "cuda")
+
+
+def graphs() -> Graphs[tuple[Limits, ...]]:
+    return Graphs(CudaDevice(torch.device("cuda")), BUCKETS)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_replayed_is_eager_and_is_torch(model: LoadedModel, name: str) -> None:
+    on_cpu = replace(model, model=deepcopy(model.model).cpu(), device=torch.device("cpu"))
+    on_cpu.model.prepare()
+    eager, replayed, plain = Life(model, (name,), None), Life(model, (name,), graphs()), Life(on_cpu, (name,), None)
+    ours, theirs, wanted = (play(life, 1) for life in (replayed, eager, plain))
+    assert ours == theirs
+    found = replayed.llm.runner.graphs.stats()
+    assert not found.failed
+    assert found.replays > found.captured > 0
+    same = sum(a == b for a, b in zip(ours, wanted, strict=True))
+    assert same >= 0.9 * len(wanted), f"{same} of {len(wanted)} turns as in torch"  # in float32 a tie may fall otherwise
+
+
+def test_all_methods_in_one_engine(model: LoadedModel) -> None:
+    eager, replayed = Life(model, tuple(METHODS), None), Life(model, tuple(METHODS), graphs())
+    assert play(replayed, 2) == play(eager, 2)
+    assert not replayed.llm.runner.graphs.stats().failed
+
+
+def test_windows_and_guesses() -> None:
+    model = tiny("LlamaForCausalLM", "cuda", sliding=(None, 20, 20))
+    eager, replayed = (Life(model, ("dense",), each, lookup=8) for each in (None, graphs()))
+    assert play(replayed, 3) == play(eager, 3)
+    assert not replayed.llm.runner.graphs.stats().failed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_skewed_rows_and_other_lengths_in_one_graph(model: LoadedModel, dtype: torch.dtype) -> None:
+    """One long row among short ones, then other rows and lengths of the same buckets: each is what it is eagerly."""
+    cast = replace(model, model=deepcopy(model.model).to(dtype), dtype=dtype)
+    (group,) = cast.groups(16)
+    config = EngineConfig(8 * 512 * group.stripe_bytes // 16, 512, max_rows=8)
+    runner = ModelRunner(cast, config, Dense())
+    runner.pages.arena.view(dtype).normal_()
+    granules = group.stripe_bytes // 256
+    order = torch.randperm(8 * 32).tolist()
+    units = [[page * granules for page in order[row * 32 : row * 32 + 32]] for row in range(8)]
+    runner.pages.update_tables([TableUpdate(row, 0, mine) for row, mine in enumerate(units)])
+    kept = runner.graphs
+    assert kept is not None
+    for lengths in ([500, 3, 17, 40, 1], [2, 300, 1, 480, 129], [33, 33, 33, 33, 512], [512] * 8, [1] * 7):
+        works = [RowWork(row, [row + 1], n - 1, n - 1, True, Sampling(), 0, 1) for row, n in enumerate(lengths)]
+        runner.graphs = kept
+        ours = [runner.execute(Batch(works)) for _ in range(2)]
+        runner.graphs = None
+        assert ours == [runner.execute(Batch(works))] * 2
+    assert kept.stats().replays >= 7

@@ -1,0 +1,51 @@
+"""Warming up: rounds by method and rows, and nothing that stays."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from agentkv import Runtime
+from agentkv.cli import app
+from agentkv.errors import BadRequest
+
+
+def test_rounds_by_method_and_rows_and_nothing_stays() -> None:
+    with Runtime("micro", db=None, memory="64MiB", methods=["streamingllm:recent=64"]) as runtime:
+        took = runtime.warm_up(rows=(1, 3), tokens=100)
+        assert [(each["method"], each["rows"]) for each in took] == [
+            ("dense", 1),
+            ("dense", 3),
+            ("streamingllm:recent=64", 1),
+            ("streamingllm:recent=64", 3),
+        ]
+        stats = runtime.stats()
+        assert stats["arena"]["free"] == stats["arena"]["total"]
+        assert stats["queue"] == {"running": 0, "waiting": 0, "finished": 0}
+        runtime.check()
+        session = runtime.session()
+        session.add_user("hello")
+        assert session.generate(max_tokens=2).usage.completion_tokens == 2
+
+
+def test_what_does_not_fit_is_less() -> None:
+    with Runtime("micro", db=None, memory="16MiB", window=300) as runtime:
+        (took,) = runtime.warm_up(rows=[500], tokens=10_000)
+        assert 0 < took["rows"] <= 32
+        runtime.check()
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [((0,), 5), ((1,), 0), ((True,), 5), (("a",), 5)])
+def test_numbers(rows: tuple[object, ...], tokens: int) -> None:
+    with Runtime("micro", db=None, memory="16MiB") as runtime, pytest.raises(BadRequest):
+        runtime.warm_up(rows, tokens)  # type: ignore[arg-type]
+
+
+def test_command() -> None:
+    found = CliRunner().invoke(app, ["warmup", "micro", "--rows", "1,2", "--tokens", "40", "--memory", "16MiB", "--json"])
+    assert found.exit_code == 0, found.output
+    report = json.loads(found.output.splitlines()[-1])
+    assert [each["rows"] for each in report["rounds"]] == [1, 2]
+    assert report["graphs"] is None
