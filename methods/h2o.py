@@ -127,8 +127,8 @@ class H2O(SparseMethod):
                 olds, lines = batch.sealed.state("score")
                 place = torch.arange(slots, device=received.device)
                 olds[lines[index, place // _PAGE], layer, :, place % _PAGE] += received[:, :slots].T.to(olds.dtype)
-            entries, offsets = places.table.chunk_plan[index]
-            units[entries, layer, :, offsets] += received[:, slots:].T.to(units.dtype)
+            pages, mine = places.table.by_page(index, received[:, slots:])
+            units[pages, layer] += mine.to(units.dtype)
 
     def on_step_end(self, batch: DeviceBatch) -> None:
         """In each head that holds more than its budget, the lowest score older than the recent tokens dies."""

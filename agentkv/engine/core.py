@@ -341,6 +341,7 @@ class RowWork:
 
     reaches: by group, None for those that see everything and where `slot` is the place; () where every group holds every token
     and none was pruned.
+    to_come: tokens of the prompt that are still to follow.
     sample: draw a token after the last one; `step` numbers the draw (with `seed` it fixes the random stream).
     history: needed where the sampling is penalised. score: what the runner says of the token where logprobs are asked for.
     allowed: gives the checked mask of this draw, None for a row whose token will not count; see `Mask`.
@@ -368,6 +369,7 @@ class RowWork:
     reaches: tuple[Reach | None, ...] = ()
     form: int = 0
     sealed: int = 0
+    to_come: int = 0
     replay: bool = False
     run: int = 0
     run_from: int = 0

@@ -32,14 +32,16 @@ class QueryWindow:
         return max_rows * shape.num_layers * size * shape.num_heads * shape.head_dim * itemsize
 
     def enter(self, work: RowWork) -> list[tuple[int, int]]:
-        """(token of the row's, place in the ring) of what the step adds; counts it as there."""
+        """(token of the row's, place in the ring) of what the step adds; counts it as there. What later tokens of the prompt
+        will overwrite is not written."""
         if work.replay or (work.sample and work.step):
             return []
         if work.position == 0 or self._owners[work.row] != work.seq_id:
             self._counts[work.row], self._owners[work.row] = 0, work.seq_id
         before, count = self._counts[work.row], len(work.tokens)
         self._counts[work.row] += count
-        return [(token, (before + token) % self.size) for token in range(max(0, count - self.size), count)]
+        first = max(0, count + work.to_come - self.size)
+        return [(token, (before + token) % self.size) for token in range(first, count)]
 
     def forget(self, row: int) -> None:
         """What the row asked so far is done with."""

@@ -417,6 +417,7 @@ class Scheduler:
         work = self._append(batch, seq, tokens, position)
         work.sample = position + count == len(seq.token_ids)
         work.prompt = position < seq.num_prompt_tokens
+        work.to_come = max(0, seq.num_prompt_tokens - position - count)
         work.drafted = len(tokens) - count
 
     def _append(self, batch: Batch, seq: Sequence, tokens: list[int], position: int, *, replay: bool = False) -> RowWork:

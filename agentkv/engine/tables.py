@@ -157,6 +157,14 @@ class RowTable:
         rows = zip(self.host_rows, self.host_lens, self.first_slots, strict=True)
         return tuple(token_slots(self.entries[row], length, self.page_size, first) for row, length, first in rows)
 
+    def by_page(self, index: int, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Pages int64 `[num_pages]` of a row's slots from its first visible one on, and values of those `[heads, slots]` as
+        `[num_pages, heads, page_size]`, 0 elsewhere: whole pages are read and written many times faster than slots."""
+        first, length, size = self.first_slots[index], self.host_lens[index], self.page_size
+        pages = self.entries[self.host_rows[index], first // size : -(-length // size)].to(torch.int64)
+        padded = torch.nn.functional.pad(values, (first % size, -length % size))
+        return pages, padded.view(len(values), -1, size).transpose(0, 1)
+
     @cached_property
     def chunk_starts(self) -> tuple[list[int] | None, ...]:
         """For each row the first slot that each of its tokens sees, counted from the first of its `chunk_plan`; None: all."""
