@@ -219,15 +219,19 @@ def gpu(
     peers: Annotated[
         bool, typer.Option(help="Also measure what else is installed: FlashInfer builds its kernels first.")
     ] = True,
+    doc: Annotated[Path | None, typer.Option(help="A page; the table goes between its two marks.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Every line of speed on an NVIDIA GPU, as ratios to the rates of copies and products of the same run."""
     from agentkv.bench.gpu import run_gpu
     from agentkv.bench.gpu_report import plot as draw
+    from agentkv.bench.gpu_report import write_page
 
     tell = None if as_json else typer.echo
     result = run_gpu(out=out, minutes=minutes, rows=rows, repeats=repeats, peers=peers, tell=tell)
     draw(result, out / "gpu.png")
+    if doc is not None:
+        write_page(result, doc)
     if as_json:
         typer.echo(json.dumps(result))
 

@@ -23,7 +23,7 @@ from agentkv.bench.conditions import machine
 from agentkv.bench.continuation_row import continuation_rows
 from agentkv.bench.decode_step import step_rows
 from agentkv.bench.dequant_rows import dequant_rows
-from agentkv.bench.gpu_report import line, plot
+from agentkv.bench.gpu_report import line, plot, write_page
 from agentkv.bench.gpu_rows import Rig, Row, kernel_rows
 from agentkv.bench.mixed_rows import mixed_rows
 from agentkv.bench.prefill_row import prefill_rows
@@ -138,12 +138,16 @@ def main(arguments: Iterable[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="sizes for an interpreter")
     parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--doc", type=Path, help="a page; the table goes between its two marks")
     parser.add_argument("--commit", help="where the source tree has no git")
     given = parser.parse_args(None if arguments is None else list(arguments))
     options = vars(given)
     peers = not options.pop("no_peers")
+    page = options.pop("doc")
     result = run_gpu(**options, peers=peers, tell=lambda text: print(text, flush=True))
     plot(result, given.out / "gpu.png")
+    if page is not None:
+        write_page(result, page)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from agentkv.errors import BadRequest
+
+MARK, MARK_END = "<!-- rows -->", "<!-- /rows -->"
+
 
 def line(row: dict[str, Any]) -> str:
     """One row: what was reached, what was wanted, what the peer took."""
@@ -38,6 +42,45 @@ def line(row: dict[str, Any]) -> str:
     for kernel in row.get("kernels", {}).get("longest", [])[:12]:
         text += f"\n    {kernel['us']:9.1f} us {kernel['launches']:5} x {kernel['kernel'][:80]}"
     return f"{text}  {verdict} ({row['seconds']:.0f} s)"
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """A page's tables: a line for each row, and for those that miss what they should reach, where their time goes."""
+    lines = ["| what | reached | wanted | met | took | bytes alone |", "|---|---|---|---|---|---|"]
+    missed = list[str]()
+    for row in result["rows"]:
+        if "error" in row:
+            lines.append(f"| {row['name']} | failed: {row['error'].splitlines()[0][:120]} | {_wanted(row)} | no | | |")
+            continue
+        alone = f"{row['bytes_us'] / 1e3:.2f} ms" if "bytes_us" in row else ""
+        gain = "" if row["gain"] is None else f"; {row['gain']:.2f}x {row['peer']['name']}"
+        reached = f"{row['value']:.3g} {row['unit']}{gain}"
+        met = "" if row["target"] is None else "yes" if row["met"] else "no"
+        lines.append(f"| {row['name']} | {reached} | {_wanted(row)} | {met} | {row['median_us'] / 1e3:.2f} ms | {alone} |")
+        longest = row.get("kernels", {}).get("longest", [])
+        if met == "no" and longest:
+            total = row["kernels"]["us"]
+            parts = (f"{each['kernel'][:48]} {each['us'] / total:.0%} ({each['launches']})" for each in longest[:6])
+            missed.append(
+                f"- {row['name']}, {total / 1e3:.2f} ms of {row['kernels']['launches']} launches: {'; '.join(parts)}."
+            )
+    return "\n".join([*lines, "", *missed])
+
+
+def _wanted(row: dict[str, Any]) -> str:
+    if row["target"] is None:
+        return "reported"
+    gain = f", {row['gain_target']:g}x" if row.get("gain_target") else ""
+    return f"{'at most' if row.get('at_most') else 'at least'} {row['target']:.3g}{gain}"
+
+
+def write_page(result: dict[str, Any], page: Path) -> None:
+    """Replace what stands between a page's marks. BadRequest where it has none."""
+    before, _, rest = page.read_text().partition(f"{MARK}\n")
+    _, end, after = rest.partition(MARK_END)
+    if not end:
+        raise BadRequest(f"{page} has no {MARK} and {MARK_END}", param="doc")
+    page.write_text(f"{before}{MARK}\n{markdown(result)}\n{end}{after}")
 
 
 def plot(result: dict[str, Any], path: Path) -> bool:

@@ -65,10 +65,10 @@ class DrawnRunner(ModelRunner):
             before = replace(step, token_ids=step.token_ids[:first], positions=step.positions[:first], batches=decodes)
             hidden[:first] = super().forward(before)
         for batch in chunks:
-            self._draw(batch)
+            self._store_drawn(batch)
         return hidden
 
-    def _draw(self, batch: DeviceBatch) -> None:
+    def _store_drawn(self, batch: DeviceBatch) -> None:
         """Every hook of one batch but those of attention, in the order of the layers."""
         count, shape = batch.tokens.stop - batch.tokens.start, self.served[batch.form].shape
         alone, method = replace(batch, tokens=slice(0, count)), self.controller.methods[batch.form]
@@ -170,7 +170,7 @@ def inject(
     sequences = []
     for together in [requests] if memory is None else [[request] for request in requests]:
         sequences += [llm.add(request) for request in together]
-        _read(llm, sequences)
+        read_prompts(llm, sequences)
     if shuffle:
         shuffle_units(llm, runner)
     llm.step()
@@ -211,8 +211,8 @@ def _steps(method: SparseMethod, length: int) -> int:
     return 1 + (len(method.replay(Held(length, 0, length, 0, True), [0] * length)) if method.replay_most(length) else 0)
 
 
-def _read(llm: LLM, sequences: Sequence[EngineSequence]) -> None:
-    """Step until their prompts have been read and sealed."""
+def read_prompts(llm: LLM, sequences: Sequence[EngineSequence]) -> None:
+    """Step until their prompts have been read and sealed. Capacity where one finds no room, EngineFault where one fails."""
     while any(not sequence.num_generated or sequence.seal_at for sequence in sequences):
         llm.step()
         for sequence in sequences:

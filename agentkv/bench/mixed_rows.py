@@ -16,10 +16,10 @@ from agentkv.engine.sparse import SparseMethod
 from agentkv.engine.worker import EngineWorker
 
 ROWS, LENGTH, WARM, STEPS = 64, 8192, 6, 24
-EIGHT = ("dense", "quest", "omnikv", "streamingllm", "snapkv", "h2o", "kivi", "fp8_kv")
+EIGHT = ("dense", "quest", "omnikv", "streamingllm", "snapkv", "adakv", "kivi", "fp8_kv")
 TINY = (
     "dense", "quest:budget=32,dense_layers=1", "omnikv:budget=40,observers=(0,)", "streamingllm:recent=60",
-    "snapkv:capacity=64,window=16", "h2o:heavy=16,recent=16", "kivi:group=16,residual=32", "fp8_kv",
+    "snapkv:capacity=64,window=16", "adakv:capacity=64,window=16", "kivi:group=16,residual=32", "fp8_kv",
 )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from agentkv import methods
 from agentkv.bench import gpu
 from agentkv.bench.decode_step import Step
 from agentkv.bench.dequant_rows import drawn_pages, layout_of
+from agentkv.bench.gpu_report import MARK, MARK_END, write_page
 from agentkv.bench.gpu_rows import Measured, Rig, Row, layers_of
 from agentkv.bench.injected import inject
 from agentkv.bench.paged_shapes import SHAPES, Shape, draw
@@ -148,6 +149,24 @@ def test_whole_model_rows_have_the_peer_of_the_same_run(tmp_path: Path) -> None:
     assert step["same_tokens_as_eager"]
     assert prefill["gain"] == pytest.approx(prefill["tokens_per_s"] / prefill["peer"]["prefill_tokens_per_s"])
     assert prefill["value"] == pytest.approx(prefill["tflop_per_s"] / result["ceilings"]["matmul"]["value"])
+
+
+def test_a_page_has_a_line_a_row_and_where_missed_time_goes(tmp_path: Path) -> None:
+    kernels = {"us": 4.0, "launches": 9, "longest": [{"kernel": "one", "us": 3.0, "launches": 8}]}
+    slow = Row("slow", "x", 2.0, lambda rig: Measured([], 0, 0, "")).judged(Measured([4.0], 1.0, 1.0, "TB/s"))
+    told = Row("told", "x", None, lambda rig: Measured([], 0, 0, "")).judged(Measured([4.0], 1.0, 1.0, "TB/s"))
+    page = tmp_path / "gpu.md"
+    page.write_text(f"before\n{MARK}\nearlier\n{MARK_END}\nafter\n")
+    write_page({"rows": [slow | {"kernels": kernels}, told, {"name": "broken", "error": "no", "target": 1.0}]}, page)
+    lines = page.read_text().splitlines()
+    assert lines[0] == "before"
+    assert lines[-1] == "after"
+    assert [line.split(" | ")[3] for line in lines if line.startswith(("| slow", "| told"))] == ["no", ""]
+    assert "- slow, 0.00 ms of 9 launches: one 75% (8)." in lines
+    assert "earlier" not in page.read_text()
+    page.write_text("no marks")
+    with pytest.raises(BadRequest, match="has no"):
+        write_page({"rows": []}, page)
 
 
 def test_flops_of_a_prompt_count_each_weight_twice_a_token() -> None:
