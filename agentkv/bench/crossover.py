@@ -16,9 +16,9 @@ from agentkv.bench.shapes import SHAPES
 BATCHES, LENGTHS = (1, 8, 32), (8192, 32_768, 131_072)
 FILE = "crossover.json"
 TINY = {
-    "quest": "quest:budget=32", "omnikv": "omnikv:budget=40,observers=(0,)", "streamingllm": "streamingllm:recent=60",
-    "snapkv": "snapkv:capacity=64,window=16", "adakv": "adakv:capacity=64,window=16", "h2o": "h2o:heavy=16,recent=16",
-    "kvzip": "kvzip:chunk=64", "kivi": "kivi:group=16,residual=32", "fp8_kv": "fp8_kv",
+    "quest": "quest:budget=32", "omnikv": "omnikv:budget=40,observers=(0,)", "snapkv": "snapkv:capacity=64,window=16",
+    "kivi": "kivi:group=16,residual=32", "fp8_kv": "fp8_kv", "streamingllm": "streamingllm:recent=60",
+    "adakv": "adakv:capacity=64,window=16", "kvzip": "kvzip:chunk=64", "h2o": "h2o:heavy=16,recent=16",
 }  # fmt: skip
 """The methods, and how each is set for the tiny model. On a GPU each has its own defaults."""
 
