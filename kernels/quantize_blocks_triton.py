@@ -89,22 +89,28 @@ def _tokens_kernel(
 
 
 @triton.jit
-def _fp8_kernel(x_ptr, code_ptr, scale_ptr, num_tokens, TOKENS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """TOKENS tokens of a head: bits of e4m3 made from those of float32, to even at half."""
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    dim = tl.arange(0, DIM_PAD)
-    live = (token[:, None] < num_tokens) & (dim[None, :] < DIM)
-    x = tl.load(x_ptr + token[:, None] * DIM + dim[None, :], mask=live, other=0.0).to(tl.float32)
+def fp8_codes(x, dtype: tl.constexpr):
+    """(codes uint8 [TOKENS, DIM], scales [TOKENS]) of x float32: bits of e4m3 made from those of float32, to even at half."""
     most = tl.max(tl.abs(x), 1)
-    scale = tl.div_rn(most, most * 0 + 448.0).to(scale_ptr.dtype.element_ty)
+    scale = tl.div_rn(most, most * 0 + 448.0).to(dtype)
     step = scale.to(tl.float32)
     size = tl.minimum(tl.div_rn(tl.abs(x), x * 0 + tl.where(step == 0, 1.0, step)[:, None]), 448.0)
     bits = size.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)  # three bits of mantissa; exponents biased by 7
     small = _round(size * 512.0).to(tl.int32)  # below 2**-6 codes are multiples of 2**-9
     sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
-    code = tl.where(size < 0.015625, small, normal) | sign
-    tl.store(code_ptr + token[:, None] * DIM + dim[None, :], code.to(tl.uint8), mask=live)
+    return (tl.where(size < 0.015625, small, normal) | sign).to(tl.uint8), scale
+
+
+@triton.jit
+def _fp8_kernel(x_ptr, code_ptr, scale_ptr, num_tokens, TOKENS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """TOKENS tokens of a head."""
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    dim = tl.arange(0, DIM_PAD)
+    live = (token[:, None] < num_tokens) & (dim[None, :] < DIM)
+    x = tl.load(x_ptr + token[:, None] * DIM + dim[None, :], mask=live, other=0.0).to(tl.float32)
+    code, scale = fp8_codes(x, scale_ptr.dtype.element_ty)
+    tl.store(code_ptr + token[:, None] * DIM + dim[None, :], code, mask=live)
     tl.store(scale_ptr + token, scale, mask=token < num_tokens)
 
 

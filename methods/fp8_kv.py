@@ -45,9 +45,9 @@ class FP8KV(SparseMethod):
         return super().unserved(model)
 
     def states(self, model: ModelShape) -> tuple[StateSpec, ...]:
-        """By slot, so that it moves as one: codes, then the scale's bytes. A page of a layer is what `PageLayout` says."""
-        item = model.head_dim + self._dtype.itemsize
-        return (StateSpec("kv", "slot", "uint8", "append", (model.num_layers, model.num_kv_heads, 2, SLOT, item)),)
+        """By slot, so that it moves as one: chunks of codes, then of scales. A page of a layer is what `PageLayout` says."""
+        layout = PageLayout(model.num_kv_heads, model.page_size, model.head_dim, dtype=self._dtype)
+        return (StateSpec("kv", "slot", "uint8", "append", (model.num_layers, layout.chunks, SLOT, layout.chunk)),)
 
     def store(self, layer: int, k_raw: Tensor, k: Tensor, v: Tensor, batch: DeviceBatch) -> None:
         """Into the method's own pages."""
@@ -89,5 +89,6 @@ class FP8KV(SparseMethod):
     def _payload(self, layer: int, batch: DeviceBatch) -> QuantizedPages:
         """The layer's pages, as views of the units."""
         units, _ = batch.state("kv")
-        layout = PageLayout(units.shape[2], units.shape[4], units.shape[5] - self._dtype.itemsize, dtype=self._dtype)
+        _, num_kv_heads, _, _, head_dim = batch.pages(layer).shape
+        layout = PageLayout(num_kv_heads, units.shape[3], head_dim, dtype=self._dtype)
         return QuantizedPages(units[:, layer].flatten(1), layout)

@@ -13,7 +13,7 @@ from quantised_pool import make_pool
 from agentkv.kernels import quantize_blocks, quantize_fp8, reference
 from agentkv.kernels.dequant_decode import dequant_decode
 from agentkv.kernels.low_rank_decode import LowRankPages, low_rank_decode
-from agentkv.kernels.quantized_pages import PageLayout, QuantizedPages, gather_dequantised
+from agentkv.kernels.quantized_pages import PageLayout, QuantizedPages, gather_dequantised, store_fp8
 
 pytest.importorskip("triton")
 
@@ -135,6 +135,34 @@ def check_quantise(device: str) -> None:
     assert torch.equal(got.codes.cpu(), quantize_fp8.quantize_fp8(x).codes)
 
 
+EIGHTS = [PageLayout(2, 16, 12), PageLayout(3, 4, 8, dtype=torch.float32), PageLayout(8, 16, 128, dtype=torch.float32)]
+
+
+def check_store(device: str, layout: PageLayout) -> None:
+    """The pages' bytes are those of the twin, of keys and values that lie among others."""
+    from agentkv.kernels.store_fp8_triton import put_fp8
+
+    generator = torch.Generator().manual_seed(11)
+    count, step = 7, -(-layout.page_bytes // 256)
+    arena = torch.randint(0, 256, (6 * step * 256,), dtype=torch.uint8, generator=generator)
+    both = torch.randn(count, 3 * layout.num_kv_heads, layout.head_dim, generator=generator) * 5
+    both[3] = 0
+    k, v = both[:, : layout.num_kv_heads], both[:, layout.num_kv_heads : 2 * layout.num_kv_heads]
+    entries = torch.tensor([2, 0, 0, 4, 4, 3, 1]) * step
+    offsets = torch.tensor([0, 3, 1, 2, 3, 0, 1])
+
+    def payload(arena: torch.Tensor) -> QuantizedPages:
+        shape = ((arena.numel() - layout.page_bytes) // 256 + 1, layout.page_bytes)
+        return QuantizedPages(arena.as_strided(shape, (256, 1)), layout)
+
+    wanted, got = arena.clone(), arena.to(device)
+    store_fp8(payload(wanted), entries, offsets, k, v)
+    moved = both.to(device)
+    own = moved[:, : layout.num_kv_heads], moved[:, layout.num_kv_heads : 2 * layout.num_kv_heads]
+    put_fp8(payload(got), entries.to(device), offsets.to(device), *own)
+    assert torch.equal(got.cpu(), wanted)
+
+
 class LowRank(NamedTuple):
     """sizes: KV heads, groups, head_dim, rotated channels, ranks of K and V, page size."""
 
@@ -234,6 +262,19 @@ def test_quantise_equals_the_twin_bit_for_bit_in_the_interpreter(monkeypatch: py
 
 
 @only_interpreted
+@pytest.mark.parametrize("layout", EIGHTS)
+def test_store_equals_the_twin_byte_for_byte_in_the_interpreter(monkeypatch: pytest.MonkeyPatch, layout: PageLayout) -> None:
+    numpy_scalars(monkeypatch)
+    check_store("cpu", layout)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", EIGHTS)
+def test_store_equals_the_twin_byte_for_byte_on_a_gpu(layout: PageLayout) -> None:
+    check_store("cuda", layout)
+
+
+@only_interpreted
 def test_what_kernels_do_not_serve_is_refused_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     numpy_scalars(monkeypatch)
     from agentkv.kernels import quantize_blocks_triton
@@ -251,7 +292,7 @@ def test_what_kernels_do_not_serve_is_refused_in_the_interpreter(monkeypatch: py
 
 @only_without_gpu
 def test_the_cases_pass() -> None:
-    pass_interpreted(__file__, len(CASES) + len(CASES[:4]) + len(LOW_RANK) + 2)
+    pass_interpreted(__file__, len(CASES) + len(CASES[:4]) + len(LOW_RANK) + len(EIGHTS) + 2)
 
 
 @pytest.mark.gpu
