@@ -5,7 +5,7 @@ that one fused multiply-add makes two numbers plain, and scores and sums are pro
 rows and query heads in columns, eight of which fill the matrix units.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
 # (a kernel's arguments are the language's own values)
 
 from __future__ import annotations

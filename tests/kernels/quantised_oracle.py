@@ -28,8 +28,8 @@ def e4m3(code: int) -> float:
 
 
 def read_slot(page: bytes, head: int, slot: int, shape: dict) -> tuple[list[float], list[float]]:
-    """K and V of a slot from a page's bytes: `[kv head][K codes, V codes]`, `[kv head][K pairs, V pairs]`, those of values group
-    by group; of e4m3 `[chunk][slot]`: codes `[kv head][K, V]`, then scales in that order.
+    """K and V of a slot from a page's bytes: `[kv head][K codes, V codes]`, `[kv head][K pairs, V pairs]`, those of values
+    group by group; of e4m3 `[chunk][slot]`: codes `[kv head][K, V]`, then scales in that order.
 
     shape: heads, size, dim, bits, key_group, value_group (0 and 0: e4m3), number (numpy type of scales).
     """
