@@ -54,12 +54,14 @@ def paged_dequant_decode(
     queries: int = 1,
     bias: Tensor | None = None,
     causal: bool = True,
+    beside: tuple[Tensor, Tensor] | None = None,
     tuned: Tuning | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of `queries` tokens a row over the slots that the plan names.
 
     q: `[num_rows * queries, num_heads, head_dim]`, half precision or float32, last dim contiguous. table: int32 `[max_rows,
-    max_pages]`. plan: of rows, not of heads. bias, causal: see `dequant_decode`. Products are those of halves; float32 where q
+    max_pages]`. plan: of rows, not of heads. bias, causal: see `dequant_decode`. beside: out and lse of the same queries over
+    another part, contiguous, merged with this one (`merge_parts`) at no launch of its own. Products are those of halves; float32 where q
     is, or where scales in groups are no halves.
     Returns out like q and lse `[num_tokens, num_heads]`, natural, float32; 0 and -inf where nothing is seen. Raises ValueError
     for pages that are not `serves`.
@@ -88,9 +90,11 @@ def paged_dequant_decode(
         _launch_groups(q, payload, plan.programs, work, numbers, steps, named, tuned or GROUPS)
     dim_pad = max(16, triton.next_power_of_2(head_dim))
     share = min(dim_pad, 32)
+    beside_out, beside_lse = beside or (None, None)
     _merge_kernel[(num_tokens, num_heads, dim_pad // share)](
-        parts, part_lse, plan.ends, out, lse, PER_HEAD=False, SHARE=share, MOST=plan.most, num_warps=2, **shared
-    )
+        parts, part_lse, plan.ends, out, lse, PER_HEAD=False, SHARE=share, MOST=plan.most, num_warps=2,
+        beside_ptr=beside_out, beside_lse_ptr=beside_lse, **shared,
+    )  # fmt: skip
     return out, lse
 
 

@@ -135,6 +135,31 @@ def check_quantise(device: str) -> None:
     assert torch.equal(got.codes.cpu(), quantize_fp8.quantize_fp8(x).codes)
 
 
+def check_beside(device: str, dtype: torch.dtype, tolerance: float) -> None:
+    """Merged in the same pass: as `merge_parts` of the two, where either holds nothing too."""
+    from agentkv.kernels.dequant_decode_triton import paged_dequant_decode
+    from agentkv.kernels.merge_parts import merge_parts
+    from agentkv.kernels.paged_decode import bound_pieces, plan_decode
+
+    layout, lens = PageLayout(2, 16, 16, bits=4, key_group=16, value_group=16), (150, 0, 33, 0)
+    pool, generator = make_pool(layout, lens), torch.Generator().manual_seed(12)
+    q, out = (torch.randn(4, 4, 16, generator=generator).to(dtype) for _ in range(2))
+    lse = torch.randn(4, 4, generator=generator) + 3
+    lse[2:] = -torch.inf
+    own = dequant_decode(q.double(), pool.payload, pool.table, pool.rows, pool.lens, 0.25, causal=False)
+    want, want_lse = merge_parts([own[0], out.double()], [own[1], lse.double()])
+    plan = plan_decode(pool.lens.to(device), pool.rows.to(device), bound_pieces(4, sum(lens)))
+    view = pool.payload.pages
+    arena = view.as_strided((view.untyped_storage().nbytes(),), (1,)).to(device)
+    payload = QuantizedPages(arena.as_strided(view.shape, view.stride()), layout)
+    got, got_lse = paged_dequant_decode(
+        q.to(device), payload, pool.table.to(device), plan, 0.25, causal=False, beside=(out.to(device), lse.to(device))
+    )
+    assert (got.cpu().double() - want).abs().max() < tolerance
+    assert torch.equal(got_lse.cpu() == -torch.inf, want_lse == -torch.inf)
+    assert (got_lse.cpu().double() - want_lse).masked_fill(want_lse == -torch.inf, 0).abs().max() < tolerance
+
+
 EIGHTS = [PageLayout(2, 16, 12), PageLayout(3, 4, 8, dtype=torch.float32), PageLayout(8, 16, 128, dtype=torch.float32)]
 
 
@@ -262,6 +287,18 @@ def test_quantise_equals_the_twin_bit_for_bit_in_the_interpreter(monkeypatch: py
 
 
 @only_interpreted
+def test_what_lies_beside_is_merged_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    numpy_scalars(monkeypatch)
+    check_beside("cpu", torch.float32, 2e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-5), (torch.bfloat16, 3e-2)])
+def test_what_lies_beside_is_merged_on_a_gpu(dtype: torch.dtype, tolerance: float) -> None:
+    check_beside("cuda", dtype, tolerance)
+
+
+@only_interpreted
 @pytest.mark.parametrize("layout", EIGHTS)
 def test_store_equals_the_twin_byte_for_byte_in_the_interpreter(monkeypatch: pytest.MonkeyPatch, layout: PageLayout) -> None:
     numpy_scalars(monkeypatch)
@@ -292,7 +329,7 @@ def test_what_kernels_do_not_serve_is_refused_in_the_interpreter(monkeypatch: py
 
 @only_without_gpu
 def test_the_cases_pass() -> None:
-    pass_interpreted(__file__, len(CASES) + len(CASES[:4]) + len(LOW_RANK) + len(EIGHTS) + 2)
+    pass_interpreted(__file__, len(CASES) + len(CASES[:4]) + len(LOW_RANK) + len(EIGHTS) + 3)
 
 
 @pytest.mark.gpu
