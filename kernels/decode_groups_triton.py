@@ -103,11 +103,11 @@ def groups_kernel(
             token = first + tl.arange(0, KEY_GROUP)
             slot = first % PAGE + tl.arange(0, KEY_GROUP)
             entry = tl.load(table_row + first // PAGE).to(tl.int64)
-            codes = words_ptr + entry * word_stride + head * 2 * PAGE * WORDS + (slot * WORDS)[:, None]
+            codes = words_ptr + entry * word_stride + head * 2 * PAGE * WORDS + slot * WORDS
             params = params_ptr + entry * param_stride
             pairs = pairs_ptr + entry * pair_stride
             own = head * (PAIRS + PAGE * GROUPS)
-            k = tl.load(codes + word[None, :], mask=(word < WORDS)[None, :], other=0)
+            k = tl.load(codes[:, None] + word[None, :], mask=(word < WORDS)[None, :], other=0)
             score = tl.zeros([KEY_GROUP, MEMBERS_PAD], tl.float32)
             for plane in tl.static_range(2 * PLANES):
                 at = own + first % PAGE // KEY_GROUP * DIM + plane // 2 * BYTES + 2 * word + plane % 2
@@ -131,12 +131,13 @@ def groups_kernel(
             new = ()
             for span in tl.static_range(WORDS // SPAN):
                 held = part_word < SPAN
-                v = tl.load(codes + (PAGE * WORDS + span * SPAN + part_word)[None, :], mask=held[None, :], other=0)
+                at_v = PAGE * WORDS + span * SPAN + part_word
+                v = tl.load(codes[None, :] + at_v[:, None], mask=held[:, None], other=0)
                 for plane in tl.static_range(2 * PLANES):
                     group = (plane // 2 * BYTES + 2 * span * SPAN) // VALUE_GROUP
                     at = own + PAIRS + group * PAGE + slot
                     v_scale, v_start = _scales(params, pairs, at, live, BITS, WIDE)  # unused ones may be no numbers
-                    values = _plain(tl.trans(v), v_scale, v_start, plane // 2 * BITS + plane % 2 * 8, BITS, WIDE)
+                    values = _plain(v, v_scale, v_start, plane // 2 * BITS + plane % 2 * 8, BITS, WIDE)
                     before = acc[span * 2 * PLANES + plane] * shrink
                     new = new + (tl.dot(values, weight.to(dtype), before, input_precision="ieee"),)
             acc = new

@@ -23,12 +23,13 @@ from agentkv.kernels.quantized_pages import PageLayout, QuantizedPages
 
 class Tuning(NamedTuple):
     """How a kernel is compiled: warps of a program, stages of its pipeline, and of e4m3 the tokens of a tile (codes in groups
-    are read group by group); most registers of a thread, None: as many as it likes."""
+    are read group by group); most registers of a thread, None: as many as it likes; of e4m3 the words that are read at once."""
 
     warps: int
     stages: int
     block: int = 64
     registers: int | None = None
+    span: int = 32
 
 
 GROUPS, FP8 = Tuning(1, 3), Tuning(2, 3, 64)
@@ -103,11 +104,12 @@ def _launch_fp8(
     steps: tuple[int, int], named: dict[str, Any], tuned: Tuning,
 ) -> None:  # fmt: skip
     layout = payload.layout
+    span = min(tuned.span, max(16, triton.next_power_of_2(layout.head_dim // 2)))
     words, scales = _as(payload, torch.int16), _as(payload, layout.dtype)[:, layout.params_start // layout.dtype.itemsize :]
     fp8_kernel[(programs,)](
         q, words, scales, *work, *numbers, words.stride(0), scales.stride(0), *steps,
         CHUNK=layout.chunk // 2, ITEMS=layout.chunk // layout.dtype.itemsize,
-        WORDS_PAD=max(16, triton.next_power_of_2(layout.head_dim // 2)), BLOCK=tuned.block, WIDE=q.dtype == torch.float32,
+        SPAN=span, SPANS=-(-layout.head_dim // 2 // span), BLOCK=tuned.block, WIDE=q.dtype == torch.float32,
         NUM_STAGES=tuned.stages, num_warps=tuned.warps, maxnreg=tuned.registers, **named,
     )  # fmt: skip
 
