@@ -44,6 +44,26 @@ def _pack(x, ROWS: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
+def by_channel(x, dtype: tl.constexpr, BITS: tl.constexpr, MOST: tl.constexpr, EXACT: tl.constexpr):
+    """(bytes [GROUP, DIM * BITS / 8], scales [DIM], zeros [DIM]) of one group of tokens x float32 [GROUP, DIM]."""
+    LEVELS: tl.constexpr = (1 << BITS) - 1
+    scale, zero, step, start = _scale_of(tl.min(x, 0), tl.max(x, 0), dtype, MOST, LEVELS, EXACT)
+    level = tl.div_rn(x - start[None, :], x * 0 + step[None, :])
+    return _pack(_round(tl.minimum(tl.maximum(level, 0.0), LEVELS)), x.shape[0], x.shape[1], BITS), scale, zero
+
+
+@triton.jit
+def by_token(x, dtype: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, MOST: tl.constexpr, EXACT: tl.constexpr):
+    """(bytes [TOKENS, DIM * BITS / 8], scales and zeros [TOKENS, DIM / GROUP]) of tokens x float32 [TOKENS, DIM]."""
+    LEVELS: tl.constexpr = (1 << BITS) - 1
+    grouped = tl.reshape(x, [x.shape[0], x.shape[1] // GROUP, GROUP])
+    scale, zero, step, start = _scale_of(tl.min(grouped, 2), tl.max(grouped, 2), dtype, MOST, LEVELS, EXACT)
+    level = tl.div_rn(grouped - start[:, :, None], grouped * 0 + step[:, :, None])
+    whole = tl.reshape(_round(tl.minimum(tl.maximum(level, 0.0), LEVELS)), [x.shape[0], x.shape[1]])
+    return _pack(whole, x.shape[0], x.shape[1], BITS), scale, zero
+
+
+@triton.jit
 def _channels_kernel(
     x_ptr, packed_ptr, scale_ptr, zero_ptr,
     GROUP: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr, MOST: tl.constexpr, EXACT: tl.constexpr,
@@ -52,10 +72,7 @@ def _channels_kernel(
     group = tl.program_id(0).to(tl.int64)
     token, dim = tl.arange(0, GROUP), tl.arange(0, DIM)
     x = tl.load(x_ptr + group * GROUP * DIM + token[:, None] * DIM + dim[None, :]).to(tl.float32)
-    LEVELS: tl.constexpr = (1 << BITS) - 1
-    scale, zero, step, start = _scale_of(tl.min(x, 0), tl.max(x, 0), scale_ptr.dtype.element_ty, MOST, LEVELS, EXACT)
-    level = tl.div_rn(x - start[None, :], x * 0 + step[None, :])
-    packed = _pack(_round(tl.minimum(tl.maximum(level, 0.0), LEVELS)), GROUP, DIM, BITS)
+    packed, scale, zero = by_channel(x, scale_ptr.dtype.element_ty, BITS, MOST, EXACT)
     WIDTH: tl.constexpr = DIM * BITS // 8
     byte = tl.arange(0, WIDTH)
     tl.store(packed_ptr + group * GROUP * WIDTH + token[:, None] * WIDTH + byte[None, :], packed)
@@ -73,14 +90,8 @@ def _tokens_kernel(
     live = token[:, None] < num_tokens
     dim = tl.arange(0, DIM)
     x = tl.load(x_ptr + token[:, None] * DIM + dim[None, :], mask=live, other=0.0).to(tl.float32)
+    packed, scale, zero = by_token(x, scale_ptr.dtype.element_ty, GROUP, BITS, MOST, EXACT)
     GROUPS: tl.constexpr = DIM // GROUP
-    LEVELS: tl.constexpr = (1 << BITS) - 1
-    grouped = tl.reshape(x, [TOKENS, GROUPS, GROUP])
-    dtype: tl.constexpr = scale_ptr.dtype.element_ty
-    scale, zero, step, start = _scale_of(tl.min(grouped, 2), tl.max(grouped, 2), dtype, MOST, LEVELS, EXACT)
-    level = tl.div_rn(grouped - start[:, :, None], grouped * 0 + step[:, :, None])
-    whole = _round(tl.minimum(tl.maximum(level, 0.0), LEVELS))
-    packed = _pack(tl.reshape(whole, [TOKENS, DIM]), TOKENS, DIM, BITS)
     WIDTH: tl.constexpr = DIM * BITS // 8
     byte, number = tl.arange(0, WIDTH), tl.arange(0, GROUPS)
     tl.store(packed_ptr + token[:, None] * WIDTH + byte[None, :], packed, mask=live)

@@ -190,6 +190,23 @@ def gather_dequantised(
     return k, v
 
 
+def store_pages(payload: QuantizedPages, entries: Tensor, k: Tensor, v: Tensor, against: Against = "stored") -> None:
+    """Quantise whole pages: keys by channel, values by token. k, v: `[num_pages, num_kv_heads, page_size, head_dim]`. entries:
+    int64 `[num_pages]`, granules, no two the same."""
+    layout = payload.layout
+    if k.is_cuda:
+        from agentkv.kernels import store_pages_triton as fused  # needs triton, which a CPU-only platform may lack
+
+        if fused.serves(layout, k, v):
+            fused.put_pages(payload, entries, k, v, against)
+            return
+    groups = torch.arange(layout.page_size // layout.key_group, device=entries.device).repeat(len(entries))
+    by_group = torch.unflatten(k, 2, (-1, layout.key_group)).transpose(1, 2).flatten(0, 1)
+    store_keys(payload, entries.repeat_interleave(layout.page_size // layout.key_group), groups, by_group, against)
+    slots = torch.arange(layout.page_size, device=entries.device).repeat(len(entries))
+    store_values(payload, entries.repeat_interleave(layout.page_size), slots, v.transpose(1, 2).flatten(0, 1), against)
+
+
 def store_keys(payload: QuantizedPages, entries: Tensor, groups: Tensor, k: Tensor, against: Against = "stored") -> None:
     """Quantise whole groups of keys into their pages, by channel.
 

@@ -14,7 +14,7 @@ from agentkv.engine.form import Held
 from agentkv.engine.sparse import Keep, ModelShape, Most, Plain, Read, SparseMethod, StateSpec
 from agentkv.engine.tables import HeadTable, RowTable
 from agentkv.engine.view import AttentionView, DeviceBatch, Part, Selection
-from agentkv.kernels.quantized_pages import PageLayout, QuantizedPages, store_keys, store_values
+from agentkv.kernels.quantized_pages import PageLayout, QuantizedPages, store_pages
 from agentkv.types import Exactness
 
 if TYPE_CHECKING:
@@ -106,10 +106,8 @@ class KIVI(SparseMethod):
         at, gone = self._stand_ins(job.positions(), places)
         for layer in range(shape.num_layers):
             found, payload = job.candidates(layer), QuantizedPages(units[:, layer], layout)
-            grouped = torch.unflatten(found.k[:, at], 1, (-1, self.group)).transpose(0, 1)
-            store_keys(payload, pages, torch.zeros_like(pages), grouped, self.against)
-            entries = pages.repeat_interleave(self.group)
-            store_values(payload, entries, places % self.group, found.v[:, at].transpose(0, 1), self.against)
+            k, v = (torch.unflatten(x[:, at], 1, (-1, self.group)).transpose(0, 1) for x in (found.k, found.v))
+            store_pages(payload, pages, k, v, self.against)
         flags, into = torch.cat((job.items("gone"), gone.to(torch.uint8))), job.new("gone")[1]
         whole = first // _FLAGS
         padded = functional.pad(flags[whole * _FLAGS :], (0, -len(flags) % _FLAGS))

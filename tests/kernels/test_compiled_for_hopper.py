@@ -144,7 +144,7 @@ def test_decode_over_codes(built: dict[str, str], bits: int, biased: bool) -> No
         assert ("cvt.rn.f16x2.e4m3x2" if layout.fp8 else "fma.rn.f16x2") in code
 
 
-def test_store_of_e4m3(built: dict[str, str]) -> None:
+def test_store_of_slots(built: dict[str, str]) -> None:
     from agentkv.kernels.quantized_pages import PageLayout, QuantizedPages
     from agentkv.kernels.store_fp8_triton import put_fp8
 
@@ -153,3 +153,13 @@ def test_store_of_e4m3(built: dict[str, str]) -> None:
     heads, place = torch.zeros(8, 48, 128, dtype=BF16), torch.zeros(8, dtype=torch.int64)
     put_fp8(pages, place, place, heads[:, 32:40], heads[:, 40:])
     assert "_store_kernel" in built
+
+
+def test_store_of_pages(built: dict[str, str]) -> None:
+    from agentkv.kernels.quantized_pages import PageLayout, QuantizedPages
+    from agentkv.kernels.store_pages_triton import put_pages
+
+    layout, x = PageLayout(8, 32, 128, 4, 32, 32), torch.zeros(3, 8, 32, 128, dtype=BF16)
+    pages = QuantizedPages(torch.zeros(8, layout.page_bytes, dtype=torch.uint8), layout)
+    put_pages(pages, torch.zeros(3, dtype=torch.int64), x, x)
+    assert "_page_kernel" in built

@@ -13,7 +13,7 @@ from quantised_pool import make_pool
 from agentkv.kernels import quantize_blocks, quantize_fp8, reference
 from agentkv.kernels.dequant_decode import dequant_decode
 from agentkv.kernels.low_rank_decode import LowRankPages, low_rank_decode
-from agentkv.kernels.quantized_pages import PageLayout, QuantizedPages, gather_dequantised, store_fp8
+from agentkv.kernels.quantized_pages import PageLayout, QuantizedPages, gather_dequantised, store_fp8, store_pages
 
 pytest.importorskip("triton")
 
@@ -158,6 +158,35 @@ def check_beside(device: str, dtype: torch.dtype, tolerance: float) -> None:
     assert (got.cpu().double() - want).abs().max() < tolerance
     assert torch.equal(got_lse.cpu() == -torch.inf, want_lse == -torch.inf)
     assert (got_lse.cpu().double() - want_lse).masked_fill(want_lse == -torch.inf, 0).abs().max() < tolerance
+
+
+PAGES = [
+    PageLayout(2, 32, 64, bits=4, key_group=32, value_group=32),
+    PageLayout(1, 16, 16, bits=2, key_group=8, value_group=4, dtype=torch.float32),
+    PageLayout(3, 16, 32, bits=8, key_group=16, value_group=32),
+]
+
+
+def check_store_pages(device: str, layout: PageLayout) -> None:
+    """The pages' bytes are those of the twin, of keys and values as a seal gathers them."""
+    from agentkv.kernels.store_pages_triton import put_pages
+
+    generator = torch.Generator().manual_seed(13)
+    step = -(-layout.page_bytes // 256)
+    arena = torch.randint(0, 256, (5 * step * 256,), dtype=torch.uint8, generator=generator)
+    shape = (2, layout.num_kv_heads, 3 * layout.page_size, layout.head_dim)
+    k, v = (torch.unflatten(x, 1, (-1, layout.page_size)).transpose(0, 1) for x in torch.randn(shape, generator=generator) * 3)
+    entries = torch.tensor([3, 0, 2]) * step
+
+    def payload(arena: torch.Tensor) -> QuantizedPages:
+        count = (arena.numel() - layout.page_bytes) // 256 + 1
+        return QuantizedPages(arena.as_strided((count, layout.page_bytes), (256, 1)), layout)
+
+    for against in ("stored", "exact"):
+        wanted, got = arena.clone(), arena.to(device)
+        store_pages(payload(wanted), entries, k, v, against)
+        put_pages(payload(got), entries.to(device), k.to(device), v.to(device), against)
+        assert torch.equal(got.cpu(), wanted)
 
 
 EIGHTS = [PageLayout(2, 16, 12), PageLayout(3, 4, 8, dtype=torch.float32), PageLayout(8, 16, 128, dtype=torch.float32)]
@@ -312,6 +341,19 @@ def test_store_equals_the_twin_byte_for_byte_on_a_gpu(layout: PageLayout) -> Non
 
 
 @only_interpreted
+@pytest.mark.parametrize("layout", PAGES)
+def test_store_of_pages_equals_the_twin_in_the_interpreter(monkeypatch: pytest.MonkeyPatch, layout: PageLayout) -> None:
+    numpy_scalars(monkeypatch)
+    check_store_pages("cpu", layout)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", PAGES)
+def test_store_of_pages_equals_the_twin_on_a_gpu(layout: PageLayout) -> None:
+    check_store_pages("cuda", layout)
+
+
+@only_interpreted
 def test_what_kernels_do_not_serve_is_refused_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     numpy_scalars(monkeypatch)
     from agentkv.kernels import quantize_blocks_triton
@@ -329,7 +371,7 @@ def test_what_kernels_do_not_serve_is_refused_in_the_interpreter(monkeypatch: py
 
 @only_without_gpu
 def test_the_cases_pass() -> None:
-    pass_interpreted(__file__, len(CASES) + len(CASES[:4]) + len(LOW_RANK) + len(EIGHTS) + 3)
+    pass_interpreted(__file__, len(CASES) + len(CASES[:4]) + len(LOW_RANK) + len(EIGHTS) + len(PAGES) + 3)
 
 
 @pytest.mark.gpu
