@@ -23,17 +23,20 @@ from agentkv.kernels.quantized_pages import PageLayout, QuantizedPages
 
 class Tuning(NamedTuple):
     """How a kernel is compiled: warps of a program, stages of its pipeline, and of e4m3 the tokens of a tile (codes in groups
-    are read group by group); most registers of a thread, None: as many as it likes; of e4m3 the words that are read at once."""
+    are read group by group) and the words of a token that are read at once. registers: most of a thread, None: as many as it
+    likes."""
 
-    warps: int
-    stages: int
-    block: int = 64
+    warps: int = 1
+    stages: int = 3
+    block: int = 32
     registers: int | None = None
     span: int = 32
 
 
-GROUPS, FP8 = Tuning(1, 3), Tuning(2, 3, 64)
-"""What serves best on an H200."""
+def tuning(layout: PageLayout, members: int) -> Tuning:
+    """What serves best on an H200: programs of one warp, which wait for nobody, and sixteen of them on a multiprocessor where
+    their registers allow it. members: query heads and tokens that read a KV head together."""
+    return Tuning(registers=128 if not layout.fp8 and layout.head_dim * max(8, members) <= 1024 else None)
 
 
 def serves(layout: PageLayout) -> bool:
@@ -62,8 +65,8 @@ def paged_dequant_decode(
 
     q: `[num_rows * queries, num_heads, head_dim]`, half precision or float32, last dim contiguous. table: int32 `[max_rows,
     max_pages]`. plan: of rows, not of heads. bias, causal: see `dequant_decode`. beside: out and lse of the same queries over
-    another part, contiguous, merged with this one (`merge_parts`) at no launch of its own. Products are those of halves; float32 where q
-    is, or where scales in groups are no halves.
+    another part, contiguous, merged with this one (`merge_parts`) at no launch of its own. Products are those of halves, or of
+    float32 where q is float32 or scales in groups are no halves.
     Returns out like q and lse `[num_tokens, num_heads]`, natural, float32; 0 and -inf where nothing is seen. Raises ValueError
     for pages that are not `serves`.
     """
@@ -82,13 +85,12 @@ def paged_dequant_decode(
         "MEMBERS_PAD": max(8, triton.next_power_of_2(members)), "CAUSAL": causal, "HAS_BIAS": bias is not None,
         "PAGE": layout.page_size, **shared,
     }  # fmt: skip
-    work = table, part_lse if bias is None else bias, plan.lens, plan.ends, plan.pieces, parts, part_lse
-    numbers = scale * 1.4426950408889634, plan.ends.numel(), q.stride(0), q.stride(1)
-    steps = table.stride(0), 0 if bias is None else bias.stride(0)
-    if layout.fp8:
-        _launch_fp8(q, payload, plan.programs, work, numbers, steps, named, tuned or FP8)
-    else:
-        _launch_groups(q, payload, plan.programs, work, numbers, steps, named, tuned or GROUPS)
+    kernel, pages, more = _of_page(payload, q.dtype == torch.float32, tuned or tuning(layout, members))
+    kernel[(items,)](  # one for each piece: those that end early make room for others
+        q, *pages, table, part_lse if bias is None else bias, plan.lens, plan.ends, plan.pieces, parts, part_lse,
+        scale * 1.4426950408889634, plan.ends.numel(), q.stride(0), q.stride(1), *(each.stride(0) for each in pages),
+        table.stride(0), 0 if bias is None else bias.stride(0), **named, **more,
+    )  # fmt: skip
     dim_pad = max(16, triton.next_power_of_2(head_dim))
     share = min(dim_pad, 32)
     beside_out, beside_lse = beside or (None, None)
@@ -99,36 +101,22 @@ def paged_dequant_decode(
     return out, lse
 
 
-def _launch_fp8(
-    q: Tensor, payload: QuantizedPages, programs: int, work: tuple[Tensor, ...], numbers: tuple[Any, ...],
-    steps: tuple[int, int], named: dict[str, Any], tuned: Tuning,
-) -> None:  # fmt: skip
+def _of_page(payload: QuantizedPages, wide: bool, tuned: Tuning) -> tuple[Any, tuple[Tensor, ...], dict[str, Any]]:
+    """(kernel, the pages as it reads them, what it is compiled for) for such a payload. wide: products of float32."""
     layout = payload.layout
-    span = min(tuned.span, max(16, triton.next_power_of_2(layout.head_dim // 2)))
-    words, scales = _as(payload, torch.int16), _as(payload, layout.dtype)[:, layout.params_start // layout.dtype.itemsize :]
-    fp8_kernel[(programs,)](
-        q, words, scales, *work, *numbers, words.stride(0), scales.stride(0), *steps,
-        CHUNK=layout.chunk // 2, ITEMS=layout.chunk // layout.dtype.itemsize,
-        SPAN=span, SPANS=-(-layout.head_dim // 2 // span), BLOCK=tuned.block, WIDE=q.dtype == torch.float32,
-        NUM_STAGES=tuned.stages, num_warps=tuned.warps, maxnreg=tuned.registers, **named,
-    )  # fmt: skip
-
-
-def _launch_groups(
-    q: Tensor, payload: QuantizedPages, programs: int, work: tuple[Tensor, ...], numbers: tuple[Any, ...],
-    steps: tuple[int, int], named: dict[str, Any], tuned: Tuning,
-) -> None:  # fmt: skip
-    layout = payload.layout
-    wide = q.dtype == torch.float32 or layout.dtype != torch.float16
     words, params = _as(payload, torch.int16), _as(payload, layout.dtype)[:, layout.params_start // layout.dtype.itemsize :]
+    more: dict[str, Any] = {"NUM_STAGES": tuned.stages, "num_warps": tuned.warps, "maxnreg": tuned.registers}
+    if layout.fp8:
+        span = min(tuned.span, max(16, triton.next_power_of_2(layout.head_dim // 2)))
+        more |= {"CHUNK": layout.chunk // 2, "ITEMS": layout.chunk // layout.dtype.itemsize, "BLOCK": tuned.block}
+        return fp8_kernel, (words, params), more | {"SPAN": span, "SPANS": -(-layout.head_dim // 2 // span), "WIDE": wide}
+    wide = wide or layout.dtype != torch.float16
     pairs = words if wide else _as(payload, torch.int32)[:, layout.params_start // 4 :]
     span = math.gcd(layout.code_bytes, layout.value_group) // 2
-    groups_kernel[(programs,)](
-        q, words, params, pairs, *work, *numbers, words.stride(0), params.stride(0), pairs.stride(0), *steps,
-        BITS=layout.bits, KEY_GROUP=layout.key_group, VALUE_GROUP=layout.value_group, SPAN=span,
-        WORDS_PAD=max(16, triton.next_power_of_2(layout.code_bytes // 2)), SPAN_PAD=max(16, triton.next_power_of_2(span)),
-        WIDE=wide, NUM_STAGES=tuned.stages, num_warps=tuned.warps, maxnreg=tuned.registers, **named,
-    )  # fmt: skip
+    more |= {"BITS": layout.bits, "KEY_GROUP": layout.key_group, "VALUE_GROUP": layout.value_group, "WIDE": wide, "SPAN": span}
+    pads = {"WORDS_PAD": layout.code_bytes // 2, "SPAN_PAD": span}
+    more |= {name: max(16, triton.next_power_of_2(size)) for name, size in pads.items()}
+    return groups_kernel, (words, params, pairs), more
 
 
 def _as(payload: QuantizedPages, dtype: torch.dtype) -> Tensor:
