@@ -13,6 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from agentkv.kernels.overlap import follow
+
 
 @triton.jit
 def _plain(words, scale, start, SHIFT: tl.constexpr, BITS: tl.constexpr, WIDE: tl.constexpr):
@@ -59,7 +61,7 @@ def groups_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, MEMBERS_PAD: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_BIAS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr, KEY_GROUP: tl.constexpr,
     VALUE_GROUP: tl.constexpr, SPAN: tl.constexpr, SPAN_PAD: tl.constexpr, WORDS_PAD: tl.constexpr, WIDE: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    NUM_STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Pieces number pid, pid + grid, ...: each one's part of out (float32, normalised) and its log-sum-exp (base 2).
 
@@ -72,6 +74,7 @@ def groups_kernel(
     WORDS: tl.constexpr = BYTES // 2
     GROUPS: tl.constexpr = DIM // VALUE_GROUP
     PAIRS: tl.constexpr = PAGE // KEY_GROUP * DIM  # of keys; those of values follow
+    follow(OVERLAP)
     total = tl.load(ends_ptr + num_lines - 1) * HEADS
     dtype: tl.constexpr = tl.float32 if WIDE else tl.float16
     member = tl.arange(0, MEMBERS_PAD)

@@ -17,20 +17,19 @@ from torch import Tensor
 
 from agentkv.kernels.decode_fp8_triton import fp8_kernel
 from agentkv.kernels.decode_groups_triton import groups_kernel
+from agentkv.kernels.overlap import overlapping
 from agentkv.kernels.paged_decode import DecodePlan, _merge_kernel
 from agentkv.kernels.quantized_pages import PageLayout, QuantizedPages
 
 
 class Tuning(NamedTuple):
     """How a kernel is compiled: warps of a program, stages of its pipeline, and of e4m3 the tokens of a tile (codes in groups
-    are read group by group) and the words of a token that are read at once. registers: most of a thread, None: as many as it
-    likes."""
+    are read group by group). registers: most of a thread, None: as many as it likes."""
 
     warps: int = 1
     stages: int = 3
     block: int = 32
     registers: int | None = None
-    span: int = 32
 
 
 def tuning(layout: PageLayout, members: int) -> Tuning:
@@ -43,7 +42,7 @@ def serves(layout: PageLayout) -> bool:
     """Can `paged_dequant_decode` read such pages? Groups of keys must be a power of two of 16 tokens or more, and codes of a
     group of values fill whole words of 16 bits."""
     if layout.fp8:
-        return layout.head_dim % 2 == 0 and layout.chunk % 2 == 0
+        return layout.head_dim % 2 == 0
     group = layout.key_group
     return group >= 16 and group & (group - 1) == 0 and layout.code_bytes % 2 == 0 and layout.value_group % 2 == 0
 
@@ -89,14 +88,14 @@ def paged_dequant_decode(
     kernel[(items,)](  # one for each piece: those that end early make room for others
         q, *pages, table, part_lse if bias is None else bias, plan.lens, plan.ends, plan.pieces, parts, part_lse,
         scale * 1.4426950408889634, plan.ends.numel(), q.stride(0), q.stride(1), *(each.stride(0) for each in pages),
-        table.stride(0), 0 if bias is None else bias.stride(0), **named, **more,
+        table.stride(0), 0 if bias is None else bias.stride(0), **named, **more, **overlapping(q.device),
     )  # fmt: skip
     dim_pad = max(16, triton.next_power_of_2(head_dim))
     share = min(dim_pad, 32)
     beside_out, beside_lse = beside or (None, None)
     _merge_kernel[(num_tokens, num_heads, dim_pad // share)](
         parts, part_lse, plan.ends, out, lse, PER_HEAD=False, SHARE=share, MOST=plan.most, num_warps=2,
-        beside_ptr=beside_out, beside_lse_ptr=beside_lse, **shared,
+        beside_ptr=beside_out, beside_lse_ptr=beside_lse, **shared, **overlapping(q.device),
     )  # fmt: skip
     return out, lse
 
@@ -104,12 +103,12 @@ def paged_dequant_decode(
 def _of_page(payload: QuantizedPages, wide: bool, tuned: Tuning) -> tuple[Any, tuple[Tensor, ...], dict[str, Any]]:
     """(kernel, the pages as it reads them, what it is compiled for) for such a payload. wide: products of float32."""
     layout = payload.layout
-    words, params = _as(payload, torch.int16), _as(payload, layout.dtype)[:, layout.params_start // layout.dtype.itemsize :]
     more: dict[str, Any] = {"NUM_STAGES": tuned.stages, "num_warps": tuned.warps, "maxnreg": tuned.registers}
     if layout.fp8:
-        span = min(tuned.span, max(16, triton.next_power_of_2(layout.head_dim // 2)))
-        more |= {"CHUNK": layout.chunk // 2, "ITEMS": layout.chunk // layout.dtype.itemsize, "BLOCK": tuned.block}
-        return fp8_kernel, (words, params), more | {"SPAN": span, "SPANS": -(-layout.head_dim // 2 // span), "WIDE": wide}
+        words = payload.pages[:, : layout.params_start].view(torch.int16)
+        more |= {"WORDS_PAD": max(16, triton.next_power_of_2(layout.head_dim // 2)), "BLOCK": tuned.block, "WIDE": wide}
+        return fp8_kernel, (words, payload.slots().scales), more
+    words, params = _as(payload, torch.int16), _as(payload, layout.dtype)[:, layout.params_start // layout.dtype.itemsize :]
     wide = wide or layout.dtype != torch.float16
     pairs = words if wide else _as(payload, torch.int32)[:, layout.params_start // 4 :]
     span = math.gcd(layout.code_bytes, layout.value_group) // 2

@@ -4,13 +4,12 @@ A page is bytes. Of codes in groups: `[kv head][K codes, V codes]`, then `[kv he
 code_bytes]`, as `quantize_blocks` packs them; a pair is a scale and a zero, of keys by group and channel, of values by group
 and token, so that a reader fetches what belongs to a row of its tile side by side.
 
-Codes in e4m3 (`quantize_fp8`) have a scale a token and no zeros, and a token is moved alone: a slot's bytes are cut in chunks of
-16 (fewer where they do not divide it), and a page is `[chunk][slot][16]`, the codes `[kv head][K, V]` first, the scales behind.
+Codes in e4m3 (`quantize_fp8`) have a scale a token and no zeros: a page is `[kv head][K, V][page_size]` of codes, then of scales,
+which may also lie elsewhere.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -71,16 +70,6 @@ class PageLayout:
         return self.head_dim * self.bits // 8
 
     @property
-    def chunk(self) -> int:
-        """Bytes of a slot that stand together where codes are e4m3."""
-        return math.gcd(16, self.head_dim, 2 * self.num_kv_heads * self.dtype.itemsize)
-
-    @property
-    def chunks(self) -> int:
-        """Of a slot where codes are e4m3."""
-        return 2 * self.num_kv_heads * (self.head_dim + self.dtype.itemsize) // self.chunk
-
-    @property
     def params_start(self) -> int:
         """Where the scales begin."""
         return self.num_kv_heads * 2 * self.page_size * self.code_bytes
@@ -94,7 +83,7 @@ class PageLayout:
     def page_bytes(self) -> int:
         """The whole page."""
         if self.fp8:
-            return self.chunks * self.page_size * self.chunk
+            return 2 * self.num_kv_heads * self.page_size * (self.head_dim + self.dtype.itemsize)
         return self.params_start + self.num_kv_heads * sum(self.head_pairs) * 2 * self.dtype.itemsize
 
 
@@ -110,8 +99,8 @@ class GroupFields(NamedTuple):
 
 
 class SlotFields(NamedTuple):
-    """Views of pages of e4m3. codes: uint8 `[num_pages, num_kv_heads, 2, page_size, head_dim / chunk, chunk]`, of keys and
-    values. scales: `[num_pages, page_size, n, m]`; n and m together are `[num_kv_heads, 2]`."""
+    """Views of pages of e4m3. codes: uint8 `[num_pages, num_kv_heads, 2, page_size, head_dim]`, of keys and values. scales:
+    `[num_pages, num_kv_heads, 2, page_size]`."""
 
     codes: Tensor
     scales: Tensor
@@ -119,15 +108,20 @@ class SlotFields(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class QuantizedPages:
-    """A layer's pages: uint8 `[num_granules, >= page_bytes]`, rows may overlap, a table entry picks the real ones."""
+    """A layer's pages: uint8 `[num_granules, >= page_bytes]`, rows may overlap, a table entry picks the real ones. apart: the
+    scales of e4m3 where they do not lie behind the codes, `[num_granules, num_kv_heads, 2, page_size]`, at the same entries."""
 
     pages: Tensor
     layout: PageLayout
+    apart: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.pages.dtype != torch.uint8 or self.pages.dim() != 2 or self.pages.shape[1] < self.layout.page_bytes:
+        least = self.layout.page_bytes if self.apart is None else self.layout.params_start
+        if self.pages.dtype != torch.uint8 or self.pages.dim() != 2 or self.pages.shape[1] < least:
             given = f"{self.pages.dtype} {tuple(self.pages.shape)}"
-            raise ValueError(f"pages are uint8 [num_granules, {self.layout.page_bytes} or more], not {given}")
+            raise ValueError(f"pages are uint8 [num_granules, {least} or more], not {given}")
+        if self.apart is not None and (not self.layout.fp8 or self.apart.dtype != self.layout.dtype):
+            raise ValueError(f"scales that lie apart are those of e4m3, {self.layout.dtype}, not {self.apart.dtype}")
 
     def groups(self) -> GroupFields:
         """Views of every page; writing through them writes the pages. ValueError where codes are e4m3."""
@@ -135,7 +129,7 @@ class QuantizedPages:
 
     def slots(self) -> SlotFields:
         """The same where codes are e4m3; ValueError where they are not."""
-        return split_slots(self.pages, self.layout)
+        return split_slots(self.pages, self.layout, self.apart)
 
 
 def split_groups(pages: Tensor, layout: PageLayout) -> GroupFields:
@@ -150,24 +144,23 @@ def split_groups(pages: Tensor, layout: PageLayout) -> GroupFields:
     return GroupFields(codes[:, :, 0], codes[:, :, 1], torch.unflatten(k, 2, (-1, layout.head_dim)), v)
 
 
-def split_slots(pages: Tensor, layout: PageLayout) -> SlotFields:
-    """Views of pages uint8 `[num_pages, >= page_bytes]`."""
+def split_slots(pages: Tensor, layout: PageLayout, apart: Tensor | None = None) -> SlotFields:
+    """Views of pages uint8 `[num_pages, >= page_bytes]`, or of codes and of scales that lie apart."""
     if not layout.fp8:
         raise ValueError("these pages hold groups: store_keys and store_values")
-    pages, start = pages[:, : layout.page_bytes], layout.params_start
-    codes = torch.unflatten(pages[:, :start], 1, (layout.num_kv_heads, 2, -1, layout.page_size, layout.chunk))
-    items = layout.chunk // layout.dtype.itemsize
-    scales = torch.unflatten(pages.view(layout.dtype)[:, start // layout.dtype.itemsize :], 1, (-1, layout.page_size, items))
-    return SlotFields(codes.transpose(3, 4), scales.transpose(1, 2))
+    dims = (layout.num_kv_heads, 2, layout.page_size)
+    codes = torch.unflatten(pages[:, : layout.params_start], 1, (*dims, layout.head_dim))
+    if apart is None:
+        apart = torch.unflatten(pages[:, layout.params_start : layout.page_bytes].view(layout.dtype), 1, dims)
+    return SlotFields(codes, apart)
 
 
 def read_pages(payload: QuantizedPages, entries: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """K and V `[num_pages, num_kv_heads, page_size, head_dim]` of the pages at `entries`, int64 `[num_pages]` granules."""
     layout, pages = payload.layout, _gather(payload.pages, entries)
     if layout.fp8:
-        codes, scales = split_slots(pages, layout)
-        by_slot = scales.reshape(len(pages), layout.page_size, layout.num_kv_heads, 2, 1).permute(0, 2, 3, 1, 4)
-        both = dequantize_fp8(Fp8(codes.flatten(4), by_slot), dtype)
+        codes, scales = split_slots(pages, layout, None if payload.apart is None else payload.apart[entries])
+        both = dequantize_fp8(Fp8(codes, scales.unsqueeze(-1)), dtype)
         return both[:, :, 0], both[:, :, 1]
     held = split_groups(pages, layout)
     k = dequantize_channels(Codes(held.k, held.k_pairs[..., 0], held.k_pairs[..., 1]), layout.bits, dtype)
@@ -241,5 +234,5 @@ def store_fp8(payload: QuantizedPages, entries: Tensor, offsets: Tensor, k: Tens
             return
     layout, held = payload.layout, payload.slots()
     codes, scale = quantize_fp8(torch.stack((k, v), 2), layout.dtype)
-    held.codes[entries, :, :, offsets] = torch.unflatten(codes, 3, (-1, layout.chunk))
-    held.scales[entries, offsets] = scale.reshape(len(k), *held.scales.shape[2:])
+    held.codes[entries, :, :, offsets] = codes
+    held.scales[entries, :, :, offsets] = scale.squeeze(3)

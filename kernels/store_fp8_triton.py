@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from agentkv.kernels.overlap import follow, overlapping
 from agentkv.kernels.quantize_blocks_triton import fp8_codes
 from agentkv.kernels.quantized_pages import QuantizedPages
 
@@ -17,9 +18,10 @@ from agentkv.kernels.quantized_pages import QuantizedPages
 @triton.jit
 def _store_kernel(
     pages_ptr, scales_ptr, entries_ptr, offsets_ptr, k_ptr, v_ptr, page_stride, scale_stride, k_token, k_head, v_token, v_head,
-    PAGE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, CHUNK: tl.constexpr, ITEMS: tl.constexpr,
+    PAGE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One KV head of one token. CHUNK, ITEMS: codes and scales of a chunk."""
+    """One KV head of one token."""
+    follow(OVERLAP)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dim = tl.arange(0, DIM_PAD)
     live = (dim < DIM)[None, :]
@@ -28,10 +30,9 @@ def _store_kernel(
     v = tl.load(v_ptr + token * v_token + head * v_head + dim[None, :], mask=live & (side == 1), other=0.0).to(tl.float32)
     code, scale = fp8_codes(tl.where(side == 0, k, v), scales_ptr.dtype.element_ty)
     entry, slot = tl.load(entries_ptr + token), tl.load(offsets_ptr + token)
-    number = head * 2 + tl.arange(0, 2)
-    place = entry * page_stride + number[:, None] * (PAGE * DIM) + (dim // CHUNK * (PAGE * CHUNK) + dim % CHUNK)[None, :]
-    tl.store(pages_ptr + place + slot * CHUNK, code, mask=live)
-    tl.store(scales_ptr + entry * scale_stride + number // ITEMS * (PAGE * ITEMS) + slot * ITEMS + number % ITEMS, scale)
+    place = (head * 2 + tl.arange(0, 2)) * PAGE + slot
+    tl.store(pages_ptr + entry * page_stride + place[:, None] * DIM + dim[None, :], code, mask=live)
+    tl.store(scales_ptr + entry * scale_stride + place, scale)
 
 
 def serves(k: Tensor, v: Tensor) -> bool:
@@ -42,11 +43,9 @@ def serves(k: Tensor, v: Tensor) -> bool:
 
 def put_fp8(payload: QuantizedPages, entries: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
     """As `quantized_pages.store_fp8`, of tensors that are `serves`."""
-    layout = payload.layout
-    item = layout.dtype.itemsize
-    scales = payload.pages[:, : layout.page_bytes].view(layout.dtype)[:, layout.params_start // item :]
+    layout, scales = payload.layout, payload.slots().scales
     _store_kernel[(len(k), layout.num_kv_heads)](
         payload.pages, scales, entries, offsets, k, v, payload.pages.stride(0), scales.stride(0), k.stride(0), k.stride(1),
         v.stride(0), v.stride(1), PAGE=layout.page_size, DIM=layout.head_dim, DIM_PAD=triton.next_power_of_2(layout.head_dim),
-        CHUNK=layout.chunk, ITEMS=layout.chunk // item, num_warps=1,
+        num_warps=1, **overlapping(k.device),
     )  # fmt: skip

@@ -46,11 +46,10 @@ def read_slot(page: bytes, head: int, slot: int, shape: dict) -> tuple[list[floa
         return float(scale), float(zero)
 
     if not shape["key_group"]:
-        chunk = math.gcd(16, dim, shape["heads"] * 2 * item)
-        mine = b"".join(page[at + slot * chunk :][:chunk] for at in range(0, len(page) - size * chunk + 1, size * chunk))
-        lines = [mine[(head * 2 + part) * dim :][:dim] for part in (0, 1)]
-        scales = np.frombuffer(mine[shape["heads"] * 2 * dim :][: shape["heads"] * 2 * item], shape["number"])
-        return tuple([e4m3(each) * float(scales[head * 2 + part]) for each in line] for part, line in enumerate(lines))
+        lines = [page[((head * 2 + part) * size + slot) * dim :][:dim] for part in (0, 1)]
+        scales = np.frombuffer(page[start : start + shape["heads"] * 2 * size * item], shape["number"])
+        by_side = [float(scales[(head * 2 + part) * size + slot]) for part in (0, 1)]
+        return tuple([e4m3(each) * scale for each in line] for line, scale in zip(lines, by_side, strict=True))
     key_count, value_count = size // shape["key_group"] * dim, size * dim // shape["value_group"]
     first = head * (key_count + value_count)
     k, v = [], []
