@@ -21,14 +21,15 @@ def _numbers(words, ODD: tl.constexpr, WIDE: tl.constexpr):
     """What the codes of the even or the odd channels stand for, of words int16 [ROWS, COLUMNS]."""
     if WIDE:
         code = (words.to(tl.int32) >> (8 * ODD)) & 0xFF
-        return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        numbers = code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
         PICK: tl.constexpr = 0x3131 if ODD else 0x2020
-        return tl.inline_asm_elementwise(
+        numbers = tl.inline_asm_elementwise(
             f"{{ .reg .b32 a; .reg .b16 two, more; prmt.b32 a, $1, $1, {PICK}; mov.b32 {{two, more}}, a; "
             "cvt.rn.f16x2.e4m3x2 $0, two; }",
             "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2,
         )  # fmt: skip
+    return numbers
 
 
 @triton.jit(do_not_specialize=["num_lines"])

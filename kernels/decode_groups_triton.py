@@ -22,16 +22,17 @@ def _plain(words, scale, start, SHIFT: tl.constexpr, BITS: tl.constexpr, WIDE: t
     [1, COLUMNS]."""
     if WIDE:
         code = (words.to(tl.int32) >> SHIFT) & ((1 << BITS) - 1)
-        return (code + (1 << BITS)).to(tl.float32) * scale + start
+        numbers = (code + (1 << BITS)).to(tl.float32) * scale + start
     else:
         UP: tl.constexpr = 10 - BITS - SHIFT  # the code becomes the upper bits of a mantissa of ten
         MOVE: tl.constexpr = f"shl.b32 a, $1, {UP}" if UP > 0 else f"shr.b32 a, $1, {-UP}"
         MASK: tl.constexpr = (((1 << BITS) - 1) << (10 - BITS)) * 0x10001
         BASE: tl.constexpr = ((15 + BITS) << 10) * 0x10001
-        return tl.inline_asm_elementwise(
+        numbers = tl.inline_asm_elementwise(
             f"{{ .reg .b32 a; {MOVE}; lop3.b32 a, a, {MASK}, {BASE}, 0xEA; fma.rn.f16x2 $0, a, $2, $3; }}",
             "=r,r,r,r", [words, scale, start], dtype=tl.float16, is_pure=True, pack=2,
         )  # fmt: skip
+    return numbers
 
 
 @triton.jit

@@ -4,8 +4,8 @@ A page is bytes. Of codes in groups: `[kv head][K codes, V codes]`, then `[kv he
 code_bytes]`, as `quantize_blocks` packs them; a pair is a scale and a zero, of keys by group and channel, of values by group
 and token, so that a reader fetches what belongs to a row of its tile side by side.
 
-Codes in e4m3 (`quantize_fp8`) have a scale a token and no zeros: a page is `[kv head][K, V][page_size]` of codes, then of scales,
-which may also lie elsewhere.
+Codes in e4m3 (`quantize_fp8`) have a scale a token and no zeros: a page is `[kv head][K, V][page_size]` of codes, then of
+scales, which may also lie elsewhere.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class PageLayout:
 
 class GroupFields(NamedTuple):
     """Views of pages of codes in groups. k, v: uint8 `[num_pages, num_kv_heads, page_size, code_bytes]`. k_pairs: `[num_pages,
-    num_kv_heads, page_size / key_group, head_dim, 2]`, scale and zero; v_pairs: `[num_pages, num_kv_heads, page_size, head_dim /
-    value_group, 2]`."""
+    num_kv_heads, page_size / key_group, head_dim, 2]`, scale and zero; v_pairs: `[num_pages, num_kv_heads, page_size,
+    head_dim / value_group, 2]`."""
 
     k: Tensor
     v: Tensor

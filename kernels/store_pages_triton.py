@@ -17,7 +17,8 @@ from agentkv.kernels.quantized_pages import PageLayout, QuantizedPages
 
 @triton.jit
 def _page_kernel(
-    pages_ptr, params_ptr, entries_ptr, k_ptr, v_ptr, page_stride, param_stride, k_page, k_head, k_token, v_page, v_head, v_token,
+    pages_ptr, params_ptr, entries_ptr, k_ptr, v_ptr, page_stride, param_stride, k_page, k_head, k_token, v_page, v_head,
+    v_token,
     HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr, KEY_GROUP: tl.constexpr,
     VALUE_GROUP: tl.constexpr, MOST: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip

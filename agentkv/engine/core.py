@@ -77,7 +77,7 @@ class StateGroup:
 
     It is a group like those of KV, so it is appended, pruned, shared, cut, moved, sent to tiers and counted like them. shape:
     dims of a unit; SLOT stands for the page's slots, and where there is none, the item belongs to the page as a whole
-    (page_size WHOLE: to the sequence). beside: dims of a second array behind the first in each unit, with SLOT too; () for none.
+    (page_size WHOLE: to the sequence). beside: dims of a second array behind the first in each unit, with SLOT; () for none.
     Elements are of `dtype`, of `itemsize` bytes. sealed: written by seals, not token by
     token. mutable: rewritten in steps; otherwise a slot's item is written when its slot is, and never again.
     """

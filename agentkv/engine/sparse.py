@@ -67,7 +67,7 @@ class StateSpec:
     beside: tuple[str, tuple[int, ...]] | None = None
 
     def __post_init__(self) -> None:
-        if self.beside is not None and (self.part != "tail" or not SLOT in self.shape or SLOT not in self.beside[1]):
+        if self.beside is not None and (self.part != "tail" or SLOT not in self.shape or SLOT not in self.beside[1]):
             raise BadRequest(f"state {self.name!r}: only slot state of the tail has another beside it", param="states")
         if self.page_size is not None and (self.part != "sealed" or self.scope == "sequence" or self.page_size < 1):
             raise BadRequest(f"state {self.name!r}: only pages of sealed state have a size of their own", param="states")
