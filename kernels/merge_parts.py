@@ -16,6 +16,10 @@ def merge_parts(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor,
     """
     if len(outs) == 1:
         return outs[0], lses[0]
+    if len(outs) == 2 and outs[0].is_cuda and lses[0].dtype == torch.float32:
+        from agentkv.kernels.merge_parts_triton import merge_two  # needs triton, which a CPU-only platform may lack
+
+        return merge_two((outs[0], outs[1]), (lses[0], lses[1]))
     stacked = torch.stack(list(lses))
     total = torch.logsumexp(stacked, dim=0)
     weights = torch.exp(stacked - total).nan_to_num(nan=0.0)

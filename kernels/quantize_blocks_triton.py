@@ -44,6 +44,26 @@ def _pack(x, ROWS: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
+def by_channel(x, dtype: tl.constexpr, BITS: tl.constexpr, MOST: tl.constexpr, EXACT: tl.constexpr):
+    """(bytes [GROUP, DIM * BITS / 8], scales [DIM], zeros [DIM]) of one group of tokens x float32 [GROUP, DIM]."""
+    LEVELS: tl.constexpr = (1 << BITS) - 1
+    scale, zero, step, start = _scale_of(tl.min(x, 0), tl.max(x, 0), dtype, MOST, LEVELS, EXACT)
+    level = tl.div_rn(x - start[None, :], x * 0 + step[None, :])
+    return _pack(_round(tl.minimum(tl.maximum(level, 0.0), LEVELS)), x.shape[0], x.shape[1], BITS), scale, zero
+
+
+@triton.jit
+def by_token(x, dtype: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, MOST: tl.constexpr, EXACT: tl.constexpr):
+    """(bytes [TOKENS, DIM * BITS / 8], scales and zeros [TOKENS, DIM / GROUP]) of tokens x float32 [TOKENS, DIM]."""
+    LEVELS: tl.constexpr = (1 << BITS) - 1
+    grouped = tl.reshape(x, [x.shape[0], x.shape[1] // GROUP, GROUP])
+    scale, zero, step, start = _scale_of(tl.min(grouped, 2), tl.max(grouped, 2), dtype, MOST, LEVELS, EXACT)
+    level = tl.div_rn(grouped - start[:, :, None], grouped * 0 + step[:, :, None])
+    whole = tl.reshape(_round(tl.minimum(tl.maximum(level, 0.0), LEVELS)), [x.shape[0], x.shape[1]])
+    return _pack(whole, x.shape[0], x.shape[1], BITS), scale, zero
+
+
+@triton.jit
 def _channels_kernel(
     x_ptr, packed_ptr, scale_ptr, zero_ptr,
     GROUP: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr, MOST: tl.constexpr, EXACT: tl.constexpr,
@@ -52,10 +72,7 @@ def _channels_kernel(
     group = tl.program_id(0).to(tl.int64)
     token, dim = tl.arange(0, GROUP), tl.arange(0, DIM)
     x = tl.load(x_ptr + group * GROUP * DIM + token[:, None] * DIM + dim[None, :]).to(tl.float32)
-    LEVELS: tl.constexpr = (1 << BITS) - 1
-    scale, zero, step, start = _scale_of(tl.min(x, 0), tl.max(x, 0), scale_ptr.dtype.element_ty, MOST, LEVELS, EXACT)
-    level = tl.div_rn(x - start[None, :], x * 0 + step[None, :])
-    packed = _pack(_round(tl.minimum(tl.maximum(level, 0.0), LEVELS)), GROUP, DIM, BITS)
+    packed, scale, zero = by_channel(x, scale_ptr.dtype.element_ty, BITS, MOST, EXACT)
     WIDTH: tl.constexpr = DIM * BITS // 8
     byte = tl.arange(0, WIDTH)
     tl.store(packed_ptr + group * GROUP * WIDTH + token[:, None] * WIDTH + byte[None, :], packed)
@@ -73,14 +90,8 @@ def _tokens_kernel(
     live = token[:, None] < num_tokens
     dim = tl.arange(0, DIM)
     x = tl.load(x_ptr + token[:, None] * DIM + dim[None, :], mask=live, other=0.0).to(tl.float32)
+    packed, scale, zero = by_token(x, scale_ptr.dtype.element_ty, GROUP, BITS, MOST, EXACT)
     GROUPS: tl.constexpr = DIM // GROUP
-    LEVELS: tl.constexpr = (1 << BITS) - 1
-    grouped = tl.reshape(x, [TOKENS, GROUPS, GROUP])
-    dtype: tl.constexpr = scale_ptr.dtype.element_ty
-    scale, zero, step, start = _scale_of(tl.min(grouped, 2), tl.max(grouped, 2), dtype, MOST, LEVELS, EXACT)
-    level = tl.div_rn(grouped - start[:, :, None], grouped * 0 + step[:, :, None])
-    whole = _round(tl.minimum(tl.maximum(level, 0.0), LEVELS))
-    packed = _pack(tl.reshape(whole, [TOKENS, DIM]), TOKENS, DIM, BITS)
     WIDTH: tl.constexpr = DIM * BITS // 8
     byte, number = tl.arange(0, WIDTH), tl.arange(0, GROUPS)
     tl.store(packed_ptr + token[:, None] * WIDTH + byte[None, :], packed, mask=live)
@@ -89,22 +100,28 @@ def _tokens_kernel(
 
 
 @triton.jit
-def _fp8_kernel(x_ptr, code_ptr, scale_ptr, num_tokens, TOKENS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """TOKENS tokens of a head: bits of e4m3 made from those of float32, to even at half."""
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    dim = tl.arange(0, DIM_PAD)
-    live = (token[:, None] < num_tokens) & (dim[None, :] < DIM)
-    x = tl.load(x_ptr + token[:, None] * DIM + dim[None, :], mask=live, other=0.0).to(tl.float32)
+def fp8_codes(x, dtype: tl.constexpr):
+    """(codes uint8 [TOKENS, DIM], scales [TOKENS]) of x float32: bits of e4m3 made from those of float32, to even at half."""
     most = tl.max(tl.abs(x), 1)
-    scale = tl.div_rn(most, most * 0 + 448.0).to(scale_ptr.dtype.element_ty)
+    scale = tl.div_rn(most, most * 0 + 448.0).to(dtype)
     step = scale.to(tl.float32)
     size = tl.minimum(tl.div_rn(tl.abs(x), x * 0 + tl.where(step == 0, 1.0, step)[:, None]), 448.0)
     bits = size.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)  # three bits of mantissa; exponents biased by 7
     small = _round(size * 512.0).to(tl.int32)  # below 2**-6 codes are multiples of 2**-9
     sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
-    code = tl.where(size < 0.015625, small, normal) | sign
-    tl.store(code_ptr + token[:, None] * DIM + dim[None, :], code.to(tl.uint8), mask=live)
+    return (tl.where(size < 0.015625, small, normal) | sign).to(tl.uint8), scale
+
+
+@triton.jit
+def _fp8_kernel(x_ptr, code_ptr, scale_ptr, num_tokens, TOKENS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """TOKENS tokens of a head."""
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    dim = tl.arange(0, DIM_PAD)
+    live = (token[:, None] < num_tokens) & (dim[None, :] < DIM)
+    x = tl.load(x_ptr + token[:, None] * DIM + dim[None, :], mask=live, other=0.0).to(tl.float32)
+    code, scale = fp8_codes(x, scale_ptr.dtype.element_ty)
+    tl.store(code_ptr + token[:, None] * DIM + dim[None, :], code, mask=live)
     tl.store(scale_ptr + token, scale, mask=token < num_tokens)
 
 

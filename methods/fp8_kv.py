@@ -45,18 +45,19 @@ class FP8KV(SparseMethod):
         return super().unserved(model)
 
     def states(self, model: ModelShape) -> tuple[StateSpec, ...]:
-        """By slot, so that it moves as one: codes, then the scale's bytes. A page of a layer is what `PageLayout` says."""
-        item = model.head_dim + self._dtype.itemsize
-        return (StateSpec("kv", "slot", "uint8", "append", (model.num_layers, model.num_kv_heads, 2, SLOT, item)),)
+        """By slot: codes, and beside them in the same units the scales' bytes."""
+        head = (model.num_layers, model.num_kv_heads, 2, SLOT)
+        scales = "scales", (*head, self._dtype.itemsize)
+        return (StateSpec("codes", "slot", "uint8", "append", (*head, model.head_dim), beside=scales),)
 
     def store(self, layer: int, k_raw: Tensor, k: Tensor, v: Tensor, batch: DeviceBatch) -> None:
         """Into the method's own pages."""
-        _, places = batch.state("kv")
+        _, places = batch.state("codes")
         store_fp8(self._payload(layer, batch), places.entries, places.offsets, k, v)
 
     def view(self, layer: int, selection: Selection | None, batch: DeviceBatch) -> AttentionView:
         """All of them."""
-        return AttentionView((Part(self._payload(layer, batch), batch.state("kv")[1].table),))
+        return AttentionView((Part(self._payload(layer, batch), batch.state("codes")[1].table),))
 
     def reference(self, plain: Plain, layer: int) -> Read:
         """The nearest of all 256 numbers, to even at half; the token behind the prompt reads its own so too."""
@@ -88,6 +89,6 @@ class FP8KV(SparseMethod):
 
     def _payload(self, layer: int, batch: DeviceBatch) -> QuantizedPages:
         """The layer's pages, as views of the units."""
-        units, _ = batch.state("kv")
-        layout = PageLayout(units.shape[2], units.shape[4], units.shape[5] - self._dtype.itemsize, dtype=self._dtype)
-        return QuantizedPages(units[:, layer].flatten(1), layout)
+        codes, scales = (batch.state(name)[0][:, layer] for name in ("codes", "scales"))
+        layout = PageLayout(codes.shape[1], codes.shape[3], codes.shape[4], dtype=self._dtype)
+        return QuantizedPages(codes.flatten(1), layout, scales.view(self._dtype).squeeze(-1))

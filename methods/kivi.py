@@ -14,7 +14,7 @@ from agentkv.engine.form import Held
 from agentkv.engine.sparse import Keep, ModelShape, Most, Plain, Read, SparseMethod, StateSpec
 from agentkv.engine.tables import HeadTable, RowTable
 from agentkv.engine.view import AttentionView, DeviceBatch, Part, Selection
-from agentkv.kernels.quantized_pages import PageLayout, QuantizedPages, store_keys, store_values
+from agentkv.kernels.quantized_pages import PageLayout, QuantizedPages, store_pages
 from agentkv.types import Exactness
 
 if TYPE_CHECKING:
@@ -106,10 +106,8 @@ class KIVI(SparseMethod):
         at, gone = self._stand_ins(job.positions(), places)
         for layer in range(shape.num_layers):
             found, payload = job.candidates(layer), QuantizedPages(units[:, layer], layout)
-            grouped = torch.unflatten(found.k[:, at], 1, (-1, self.group)).transpose(0, 1)
-            store_keys(payload, pages, torch.zeros_like(pages), grouped, self.against)
-            entries = pages.repeat_interleave(self.group)
-            store_values(payload, entries, places % self.group, found.v[:, at].transpose(0, 1), self.against)
+            k, v = (torch.unflatten(x[:, at], 1, (-1, self.group)).transpose(0, 1) for x in (found.k, found.v))
+            store_pages(payload, pages, k, v, self.against)
         flags, into = torch.cat((job.items("gone"), gone.to(torch.uint8))), job.new("gone")[1]
         whole = first // _FLAGS
         padded = functional.pad(flags[whole * _FLAGS :], (0, -len(flags) % _FLAGS))
@@ -129,9 +127,9 @@ class KIVI(SparseMethod):
         tail = batch.part(layer, selection)
         if batch.sealed is None:
             return AttentionView((tail,))
-        table, bias = self._sealed(batch)
+        units, table, bias = self._sealed(batch)
         heads, dim = batch.pages(layer).shape[1], batch.pages(layer).shape[4]
-        codes = QuantizedPages(batch.sealed.state("codes")[0][:, layer], self._layout(heads, dim))
+        codes = QuantizedPages(units[:, layer], self._layout(heads, dim))
         return AttentionView((Part(codes, table, bias), tail))
 
     def reference(self, plain: Plain, layer: int) -> Read:
@@ -184,16 +182,17 @@ class KIVI(SparseMethod):
         inside = positions[following] // self.group == places // self.group
         return torch.where(inside, following, (following - 1).clamp(min=0)), positions[following] != places
 
-    def _sealed(self, batch: DeviceBatch) -> tuple[RowTable, Tensor]:
-        """The rows' pages of codes, and the bias float32 `[num_rows, 1, max_slots]` that hides pruned slots; once a step."""
+    def _sealed(self, batch: DeviceBatch) -> tuple[Tensor, RowTable, Tensor]:
+        """Units of codes, the rows' pages of them, and the bias float32 `[num_rows, 1, max_slots]` that hides pruned slots; once
+        a step."""
         sealed = batch.sealed
         assert sealed is not None
         if "sealed" not in batch.scratch:
-            entries = sealed.state("codes")[1].to(torch.int32)
-            table = HeadTable(entries, sealed.lens(0), sealed.max_slots, sealed.host_slots).by_row(self.group)
+            codes, entries = sealed.state("codes")
+            table = HeadTable(entries.to(torch.int32), sealed.lens(0), sealed.max_slots, sealed.host_slots).by_row(self.group)
             units, pages = sealed.state("gone")
             gone = units[pages].flatten(1)[:, : sealed.max_slots].unsqueeze(1) != 0
             bias = torch.zeros(gone.shape, device=gone.device).masked_fill(gone, -torch.inf)
-            batch.scratch["sealed"] = table, bias
-        found: tuple[RowTable, Tensor] = batch.scratch["sealed"]
+            batch.scratch["sealed"] = codes, table, bias
+        found: tuple[Tensor, RowTable, Tensor] = batch.scratch["sealed"]
         return found

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from agentkv.bench.device_times import Work, graph_of, times
 from agentkv.bench.gpu_rows import Measured, Rig, Row, decode_work, layers_of, small
-from agentkv.bench.paged_shapes import SHAPES, Shape, draw
+from agentkv.bench.paged_shapes import PAGE, SHAPES, Shape, draw
 from agentkv.engine.core import GRANULE
 from agentkv.kernels.quantized_pages import PageLayout, QuantizedPages
 
-PAGE = 32
-"""Tokens of a page: a group of keys."""
+GROUP = 32
+"""Tokens of a group of keys, which is a page, and channels of a group of values."""
 
 
 def dequant_rows() -> Iterator[Row]:
@@ -30,25 +30,28 @@ def dequant_rows() -> Iterator[Row]:
 
 
 def layout_of(shape: Shape, bits: int) -> PageLayout:
-    """4 bits: a scale a channel and page of keys, and one for 32 channels of a value (16 of small heads); 8: e4m3."""
+    """4 bits: a scale a channel and page of keys, and one for 32 channels of a value (16 of small heads); 8: e4m3, with scales
+    of float32 in pages of the model's size."""
     if bits == 8:
-        return PageLayout(shape.num_kv_heads, PAGE, shape.head_dim)
-    return PageLayout(shape.num_kv_heads, PAGE, shape.head_dim, bits, PAGE, min(32, shape.head_dim))
+        return PageLayout(shape.num_kv_heads, PAGE, shape.head_dim, dtype=torch.float32)
+    return PageLayout(shape.num_kv_heads, GROUP, shape.head_dim, bits, GROUP, min(GROUP, shape.head_dim))
 
 
 def drawn_pages(shape: Shape, layout: PageLayout, device: torch.device) -> tuple[QuantizedPages, Tensor]:
     """One layer's pages with drawn codes and scales, and its table int32 `[num_rows, max_pages]`, pages in random order."""
     generator = torch.Generator(device).manual_seed(0)
-    counts = [-(-length // PAGE) for length in shape.lens]
+    counts = [-(-length // layout.page_size) for length in shape.lens]
     step, total = -(-layout.page_bytes // GRANULE), sum(counts)
     arena = torch.randint(0, 256, (total, step * GRANULE), dtype=torch.uint8, device=device, generator=generator)
-    fields = QuantizedPages(arena, layout).fields()
-    for scales in (fields.k_scale, fields.v_scale, fields.k_zero, fields.v_zero):
-        if scales is not None:
-            scales.copy_(torch.rand(scales.shape, device=device, generator=generator) * 0.1 + 0.01)
+    drawn = QuantizedPages(arena, layout)
     if layout.fp8:
-        for codes in (fields.k, fields.v):
-            codes.bitwise_and_(0xBF)  # any sign, no NaN among them
+        codes, scales = drawn.slots()
+        codes.bitwise_and_(0xBF)  # any sign, no NaN among them
+        held = [scales]
+    else:
+        held = [drawn.groups().k_pairs, drawn.groups().v_pairs]
+    for numbers in held:
+        numbers.copy_(torch.rand(numbers.shape, device=device, generator=generator) * 0.1 + 0.01)
     count = total * step - step + 1
     pages = QuantizedPages(arena.view(-1).as_strided((count, layout.page_bytes), (GRANULE, 1)), layout)
     order = (torch.randperm(total, device=device, generator=generator) * step).to(torch.int32)
@@ -69,7 +72,7 @@ def _against_bfloat16(shape: Shape, bits: int) -> Callable[[Rig], Measured]:
         drawn = [drawn_pages(given, layout, rig.device) for _ in range(layers)]
         replay = graph_of(_work(given, q, lens, drawn), rig.device)
         us = [each / layers for each in times(replay, rig.device, rig.repeats)]
-        held = sum(-(-length // PAGE) for length in given.lens) * layout.page_bytes
+        held = sum(-(-length // layout.page_size) for length in given.lens) * layout.page_bytes
         speed = held / median(us) / 1e6
         more = {"bfloat16_us": plain, "bytes": held, "tb_per_s": speed, "of_copy": speed / rig.copy}
         return Measured(us, median(plain) / median(us), rig.copy, "TB/s", more=more)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from agentkv.engine.chunks import attend_own, attend_whole
-from agentkv.engine.decodes import attend_heads, attend_rows
+from agentkv.engine.decodes import attend_beside, attend_heads, attend_rows
 from agentkv.engine.tables import RowTable
 from agentkv.engine.view import AttentionView, DeviceBatch, Part
 from agentkv.kernels.merge_parts import merge_parts
@@ -31,10 +31,14 @@ def attend(q: Tensor, view: AttentionView, batch: DeviceBatch, scale: float, *, 
     *earlier, last = view.parts
     if not earlier:
         return Attended(*_attend_part(q, last, batch, scale, True, lse))
-    done = [_attend_part(q, part, batch, scale, False, True) for part in earlier]
-    done.append(_attend_part(q, last, batch, scale, True, True))
+    out, lse_of_last = _attend_part(q, last, batch, scale, True, True)
+    assert lse_of_last is not None
+    together = attend_beside(q, earlier[0], batch, scale, (out, lse_of_last)) if len(earlier) == 1 else None
+    if together is not None:
+        return Attended(*together)
+    done = [*(_attend_part(q, part, batch, scale, False, True) for part in earlier), (out, lse_of_last)]
     lses = [each for _, each in done if each is not None]
-    return Attended(*merge_parts([out for out, _ in done], lses))
+    return Attended(*merge_parts([each for each, _ in done], lses))
 
 
 def _attend_part(q: Tensor, part: Part, batch: DeviceBatch, scale: float, own: bool, lse: bool) -> tuple[Tensor, Tensor | None]:

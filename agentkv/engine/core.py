@@ -77,7 +77,8 @@ class StateGroup:
 
     It is a group like those of KV, so it is appended, pruned, shared, cut, moved, sent to tiers and counted like them. shape:
     dims of a unit; SLOT stands for the page's slots, and where there is none, the item belongs to the page as a whole
-    (page_size WHOLE: to the sequence). Elements are of `dtype`, of `itemsize` bytes. sealed: written by seals, not token by
+    (page_size WHOLE: to the sequence). beside: dims of a second array behind the first in each unit, with SLOT; () for none.
+    Elements are of `dtype`, of `itemsize` bytes. sealed: written by seals, not token by
     token. mutable: rewritten in steps; otherwise a slot's item is written when its slot is, and never again.
     """
 
@@ -91,6 +92,7 @@ class StateGroup:
     layers: tuple[int, ...] = ()
     window: int | None = None
     slack: int = 0
+    beside: tuple[int, ...] = ()
 
     @property
     def by_slot(self) -> bool:
@@ -99,18 +101,31 @@ class StateGroup:
 
     @property
     def unit_shape(self) -> tuple[int, ...]:
-        """Dims of one unit."""
-        return tuple(self.page_size if dim == SLOT else dim for dim in self.shape)
+        """Dims of one unit's first array."""
+        return self._sized(self.shape)
+
+    @property
+    def beside_shape(self) -> tuple[int, ...]:
+        """Dims of one unit's second array."""
+        return self._sized(self.beside)
+
+    @property
+    def unit_items(self) -> int:
+        """Elements of one unit."""
+        return prod(self.unit_shape) + (prod(self.beside_shape) if self.beside else 0)
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one slot's item; of a page's item its share."""
-        return -(-prod(self.unit_shape) * self.itemsize // self.page_size)
+        return -(-self.unit_items * self.itemsize // self.page_size)
 
     @property
     def stripe_bytes(self) -> int:
         """Bytes of one unit, rounded up to whole granules."""
-        return -(-prod(self.unit_shape) * self.itemsize // GRANULE) * GRANULE
+        return -(-self.unit_items * self.itemsize // GRANULE) * GRANULE
+
+    def _sized(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(self.page_size if dim == SLOT else dim for dim in shape)
 
 
 Group = KVGroup | StateGroup

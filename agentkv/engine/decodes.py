@@ -38,6 +38,26 @@ def attend_rows(q: Tensor, part: Part, table: RowTable, batch: DeviceBatch, scal
     return paged_decode(q, pages, table.entries, table.work, scale)
 
 
+def attend_beside(
+    q: Tensor, part: Part, batch: DeviceBatch, scale: float, beside: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor] | None:
+    """out and lse over an earlier part, merged with those over what lies beside it in the kernel that merges its own pieces;
+    None where that is not known."""
+    payload, table = part.payload, part.table
+    if not isinstance(payload, QuantizedPages) or not isinstance(table, RowTable) or batch.prefill:
+        return None
+    if not q.is_cuda or q.dtype == torch.float64:
+        return None
+    from agentkv.kernels import dequant_decode_triton as coded  # needs triton, which a CPU-only platform may lack
+
+    if not coded.serves(payload.layout) or not all(each.is_contiguous() for each in beside):
+        return None
+    lines = table.by_query(batch.counts, False)
+    bias = _by_query(_bias(part, 1, max(lines.host_lens)), batch)
+    bias = None if bias is None else bias.squeeze(1)
+    return coded.paged_dequant_decode(q, payload, lines.entries, lines.work, scale, bias=bias, beside=beside)
+
+
 def attend_heads(q: Tensor, part: Part, table: HeadTable, batch: DeviceBatch, scale: float) -> tuple[Tensor, Tensor]:
     """out and lse over a part of which every query sees all that its KV head holds."""
     counts, payload = batch.counts, part.payload

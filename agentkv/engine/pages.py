@@ -70,7 +70,7 @@ class KVPages:
         kv = [group for group in groups if isinstance(group, KVGroup)]
         layers = {layer: (group, index) for group in kv for index, layer in enumerate(group.layers)}
         states = ((index, group) for index, group in enumerate(groups) if isinstance(group, StateGroup))
-        self._states = {index: self._state_view(group) for index, group in states}
+        self._states = {index: self._state_views(group) for index, group in states}
         self._layers = tuple(self._view(*layers[layer], dtype) for layer in range(len(layers)))
 
     def _view(self, group: KVGroup, index: int, dtype: torch.dtype) -> Tensor:
@@ -78,12 +78,16 @@ class KVPages:
         granule g."""
         return self.arena.view(dtype).as_strided(*UnitLayout.of(group, "stripe").strides(index, self.all_granules))
 
-    def _state_view(self, group: StateGroup) -> Tensor:
-        """`[num_granules, *unit_shape]`: row g is the unit of the state that starts at granule g. Rows overlap."""
-        dims = group.unit_shape
-        strides = [prod(dims[i + 1 :]) for i in range(len(dims))]
-        rows = self.all_granules - group.stripe_bytes // GRANULE + 1
-        return self.elements(getattr(torch, group.dtype)).as_strided((rows, *dims), (GRANULE // group.itemsize, *strides))
+    def _state_views(self, group: StateGroup) -> tuple[Tensor, ...]:
+        """`[num_granules, *unit_shape]`, and `*beside_shape` where there is another: row g is the unit of the state that starts
+        at granule g. Rows overlap."""
+        elements, rows = self.elements(getattr(torch, group.dtype)), self.all_granules - group.stripe_bytes // GRANULE + 1
+        found, first = [], 0
+        for dims in (group.unit_shape, group.beside_shape)[: 2 if group.beside else 1]:
+            strides = [prod(dims[i + 1 :]) for i in range(len(dims))]
+            found.append(elements.as_strided((rows, *dims), (GRANULE // group.itemsize, *strides), first))
+            first += prod(dims)
+        return tuple(found)
 
     def elements(self, dtype: torch.dtype) -> Tensor:
         """The arena as one run of elements of a dtype. Writing through it writes the arena."""
@@ -91,7 +95,11 @@ class KVPages:
 
     def state(self, group: int) -> Tensor:
         """Units of a method's state `[num_granules, *unit_shape]`. Writing through the view writes the arena."""
-        return self._states[group]
+        return self._states[group][0]
+
+    def beside(self, group: int) -> Tensor:
+        """The second array of the same units `[num_granules, *beside_shape]`."""
+        return self._states[group][1]
 
     def send(self, values: Sequence[int]) -> Tensor:
         """Integers on the device, int64. The host does not wait for the copy."""
@@ -121,8 +129,9 @@ class KVPages:
         if isinstance(moved, StateGroup):
             if not moved.by_slot:
                 raise EngineFault(f"state {moved.name!r} has no slots to move")
-            by_slot = self._states[group].movedim(1 + moved.shape.index(SLOT), 1)
-            by_slot[target_units, target_slots] = by_slot[source_units, source_slots]
+            for units, shape in zip(self._states[group], (moved.shape, moved.beside), strict=False):
+                by_slot = units.movedim(1 + shape.index(SLOT), 1)
+                by_slot[target_units, target_slots] = by_slot[source_units, source_slots]
             return
         layers = [self._layers[layer] for layer in moved.layers]
         move_slots(layers, (source_units, source_slots), (target_units, target_slots))

@@ -53,7 +53,8 @@ class StateSpec:
     `on_pages` when the page is full), sequence (one item). shape: dims of an item, layers and heads included; a unit of slot
     state `(num_layers, SLOT, 4)` is `[num_layers, page_size, 4]`. kind: append (written with its slot, page or sequence, never
     again), mutable. part: of the tail (written token by token), sealed (written by seals), or both: then a seal moves the
-    items of the slots that it keeps. page_size: slots of a page, of sealed state that is not of the usual size.
+    items of the slots that it keeps. page_size: slots of a page, of sealed state that is not of the usual size. beside: of slot
+    state of the tail, name and shape of a second array in the same units, which the step gives as a state of that name.
     """
 
     name: str
@@ -63,8 +64,11 @@ class StateSpec:
     shape: tuple[int, ...] = (SLOT,)
     part: Literal["tail", "sealed", "both"] = "tail"
     page_size: int | None = None
+    beside: tuple[str, tuple[int, ...]] | None = None
 
     def __post_init__(self) -> None:
+        if self.beside is not None and (self.part != "tail" or SLOT not in self.shape or SLOT not in self.beside[1]):
+            raise BadRequest(f"state {self.name!r}: only slot state of the tail has another beside it", param="states")
         if self.page_size is not None and (self.part != "sealed" or self.scope == "sequence" or self.page_size < 1):
             raise BadRequest(f"state {self.name!r}: only pages of sealed state have a size of their own", param="states")
         if (self.scope == "slot") is not (SLOT in self.shape):
@@ -74,7 +78,8 @@ class StateSpec:
         """Its units, beside pages of KV of that size."""
         size = getattr(torch, self.dtype).itemsize
         page = WHOLE if self.scope == "sequence" else self.page_size or page_size
-        return StateGroup(self.name, self.shape, self.dtype, size, page, sealed, self.kind == "mutable")
+        beside = () if self.beside is None else self.beside[1]
+        return StateGroup(self.name, self.shape, self.dtype, size, page, sealed, self.kind == "mutable", beside=beside)
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,6 +134,8 @@ class Stage:
         for served in self.served:
             place = {group: index for index, group in enumerate(served.form.groups)}
             states = {name: (self.pages.state(group), place[group]) for name, group in served.tail.items()}
+            more = {name: spec.beside[0] for name, spec in served.specs.items() if spec.beside is not None}
+            states |= {more[name]: (self.pages.beside(served.tail[name]), states[name][1]) for name in more}
             found.append((states, tuple(place[group] for group in self.group_of) if served.method.stores else ()))
         return tuple(found)
 

@@ -28,8 +28,8 @@ def e4m3(code: int) -> float:
 
 
 def read_slot(page: bytes, head: int, slot: int, shape: dict) -> tuple[list[float], list[float]]:
-    """K and V of a slot from a page's bytes: `[kv head][K codes, V codes]`, `[kv head][K scales, zeros, V scales, zeros]`; of
-    e4m3 `[kv head][K, V][slot][codes, scale]`.
+    """K and V of a slot from a page's bytes: `[kv head][K codes, V codes]`, `[kv head][K pairs, V pairs]`, those of values
+    group by group; of e4m3 `[chunk][slot]`: codes `[kv head][K, V]`, then scales in that order.
 
     shape: heads, size, dim, bits, key_group, value_group (0 and 0: e4m3), number (numpy type of scales).
     """
@@ -41,22 +41,23 @@ def read_slot(page: bytes, head: int, slot: int, shape: dict) -> tuple[list[floa
         byte = page[((head * 2 + part) * size + slot) * width + channel % width]
         return byte >> channel // width * bits & 2**bits - 1
 
-    def number(index: int) -> float:
-        return float(np.frombuffer(page[start + index * item :][:item], shape["number"])[0])
+    def pair(index: int) -> tuple[float, float]:
+        scale, zero = np.frombuffer(page[start + index * 2 * item :][: 2 * item], shape["number"])
+        return float(scale), float(zero)
 
     if not shape["key_group"]:
-        return tuple(
-            [e4m3(code) * float(np.frombuffer(line[dim:], shape["number"])[0]) for code in line[:dim]]
-            for line in (page[((head * 2 + part) * size + slot) * (dim + item) :][: dim + item] for part in (0, 1))
-        )
+        lines = [page[((head * 2 + part) * size + slot) * dim :][:dim] for part in (0, 1)]
+        scales = np.frombuffer(page[start : start + shape["heads"] * 2 * size * item], shape["number"])
+        by_side = [float(scales[(head * 2 + part) * size + slot]) for part in (0, 1)]
+        return tuple([e4m3(each) * scale for each in line] for line, scale in zip(lines, by_side, strict=True))
     key_count, value_count = size // shape["key_group"] * dim, size * dim // shape["value_group"]
-    first = head * 2 * (key_count + value_count)
+    first = head * (key_count + value_count)
     k, v = [], []
     for channel in range(dim):
-        place = first + slot // shape["key_group"] * dim + channel
-        k.append(code(0, channel) * number(place) + number(place + key_count))
-        place = first + 2 * key_count + slot * (dim // shape["value_group"]) + channel // shape["value_group"]
-        v.append(code(1, channel) * number(place) + number(place + value_count))
+        scale, zero = pair(first + slot // shape["key_group"] * dim + channel)
+        k.append(code(0, channel) * scale + zero)
+        scale, zero = pair(first + key_count + channel // shape["value_group"] * size + slot)
+        v.append(code(1, channel) * scale + zero)
     return k, v
 
 

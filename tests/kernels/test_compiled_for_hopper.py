@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the compiler is not there when interpreted")
 KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
-KINDS |= {torch.uint8: "u8"}
+KINDS |= {torch.uint8: "u8", torch.int16: "i16"}
 BF16 = torch.bfloat16
 
 
@@ -125,15 +126,40 @@ def test_linear_of_few_tokens(
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
-def test_decode_over_codes(built: dict[str, str], bits: int) -> None:
-    """8: e4m3, each slot's codes followed by its scale."""
+@pytest.mark.parametrize("biased", [False, True])
+def test_decode_over_codes(built: dict[str, str], bits: int, biased: bool) -> None:
+    """Products are of halves, tiles are on their way by 16 bytes, and two codes become numbers at once."""
     from agentkv.kernels.dequant_decode_triton import paged_dequant_decode
     from agentkv.kernels.paged_decode import plan_decode
     from agentkv.kernels.quantized_pages import PageLayout, QuantizedPages
 
-    layout = PageLayout(8, 32, 128, dtype=torch.float32) if bits == 8 else PageLayout(8, 32, 128, bits, 32, 32)
+    for layout in (PageLayout(8, 32, 128, bits, 32, 32), *([PageLayout(8, 16, 128, dtype=torch.float32)] if bits == 8 else [])):
+        pages = QuantizedPages(torch.zeros(8, layout.page_bytes, dtype=torch.uint8), layout)
+        plan = plan_decode(torch.zeros(2, dtype=torch.int32), torch.arange(2), 10)
+        q, table = torch.zeros(2, 32, 128, dtype=BF16), torch.zeros(2, 16, dtype=torch.int32)
+        paged_dequant_decode(q, pages, table, plan, 0.1, bias=torch.zeros(2, 512) if biased else None)
+        code = built["fp8_kernel" if layout.fp8 else "groups_kernel"]
+        assert "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32" in code
+        assert re.search(r"cp\.async\.c[ag]\.shared\.global .*, 0x10", code)
+        assert ("cvt.rn.f16x2.e4m3x2" if layout.fp8 else "fma.rn.f16x2") in code
+
+
+def test_store_of_slots(built: dict[str, str]) -> None:
+    from agentkv.kernels.quantized_pages import PageLayout, QuantizedPages
+    from agentkv.kernels.store_fp8_triton import put_fp8
+
+    layout = PageLayout(8, 16, 128, dtype=torch.float32)
     pages = QuantizedPages(torch.zeros(8, layout.page_bytes, dtype=torch.uint8), layout)
-    plan = plan_decode(torch.zeros(2, dtype=torch.int32), torch.arange(2), 10)
-    q, table = torch.zeros(2, 32, 128, dtype=BF16), torch.zeros(2, 16, dtype=torch.int32)
-    paged_dequant_decode(q, pages, table, plan, 0.1, bias=torch.zeros(2, 512))
-    assert ("e4m3" in built["_piece_kernel"]) == (bits == 8)
+    heads, place = torch.zeros(8, 48, 128, dtype=BF16), torch.zeros(8, dtype=torch.int64)
+    put_fp8(pages, place, place, heads[:, 32:40], heads[:, 40:])
+    assert "_store_kernel" in built
+
+
+def test_store_of_pages(built: dict[str, str]) -> None:
+    from agentkv.kernels.quantized_pages import PageLayout, QuantizedPages
+    from agentkv.kernels.store_pages_triton import put_pages
+
+    layout, x = PageLayout(8, 32, 128, 4, 32, 32), torch.zeros(3, 8, 32, 128, dtype=BF16)
+    pages = QuantizedPages(torch.zeros(8, layout.page_bytes, dtype=torch.uint8), layout)
+    put_pages(pages, torch.zeros(3, dtype=torch.int64), x, x)
+    assert "_page_kernel" in built

@@ -13,7 +13,7 @@ from quantised_pool import make_pool
 from agentkv.kernels import quantize_blocks, quantize_fp8, reference
 from agentkv.kernels.dequant_decode import dequant_decode
 from agentkv.kernels.low_rank_decode import LowRankPages, low_rank_decode
-from agentkv.kernels.quantized_pages import PageLayout, QuantizedPages, gather_dequantised
+from agentkv.kernels.quantized_pages import PageLayout, QuantizedPages, gather_dequantised, store_fp8, store_pages
 
 pytest.importorskip("triton")
 
@@ -135,6 +135,88 @@ def check_quantise(device: str) -> None:
     assert torch.equal(got.codes.cpu(), quantize_fp8.quantize_fp8(x).codes)
 
 
+def check_beside(device: str, dtype: torch.dtype, tolerance: float) -> None:
+    """Merged in the same pass: as `merge_parts` of the two, where either holds nothing too."""
+    from agentkv.kernels.dequant_decode_triton import paged_dequant_decode
+    from agentkv.kernels.merge_parts import merge_parts
+    from agentkv.kernels.paged_decode import bound_pieces, plan_decode
+
+    layout, lens = PageLayout(2, 16, 16, bits=4, key_group=16, value_group=16), (150, 0, 33, 0)
+    pool, generator = make_pool(layout, lens), torch.Generator().manual_seed(12)
+    q, out = (torch.randn(4, 4, 16, generator=generator).to(dtype) for _ in range(2))
+    lse = torch.randn(4, 4, generator=generator) + 3
+    lse[2:] = -torch.inf
+    own = dequant_decode(q.double(), pool.payload, pool.table, pool.rows, pool.lens, 0.25, causal=False)
+    want, want_lse = merge_parts([own[0], out.double()], [own[1], lse.double()])
+    plan = plan_decode(pool.lens.to(device), pool.rows.to(device), bound_pieces(4, sum(lens)))
+    view = pool.payload.pages
+    arena = view.as_strided((view.untyped_storage().nbytes(),), (1,)).to(device)
+    payload = QuantizedPages(arena.as_strided(view.shape, view.stride()), layout)
+    got, got_lse = paged_dequant_decode(
+        q.to(device), payload, pool.table.to(device), plan, 0.25, causal=False, beside=(out.to(device), lse.to(device))
+    )
+    assert (got.cpu().double() - want).abs().max() < tolerance
+    assert torch.equal(got_lse.cpu() == -torch.inf, want_lse == -torch.inf)
+    assert (got_lse.cpu().double() - want_lse).masked_fill(want_lse == -torch.inf, 0).abs().max() < tolerance
+
+
+PAGES = [
+    PageLayout(2, 32, 64, bits=4, key_group=32, value_group=32),
+    PageLayout(1, 16, 16, bits=2, key_group=8, value_group=4, dtype=torch.float32),
+    PageLayout(3, 16, 32, bits=8, key_group=16, value_group=32),
+]
+
+
+def check_store_pages(device: str, layout: PageLayout) -> None:
+    """The pages' bytes are those of the twin, of keys and values as a seal gathers them."""
+    from agentkv.kernels.store_pages_triton import put_pages
+
+    generator = torch.Generator().manual_seed(13)
+    step = -(-layout.page_bytes // 256)
+    arena = torch.randint(0, 256, (5 * step * 256,), dtype=torch.uint8, generator=generator)
+    shape = (2, layout.num_kv_heads, 3 * layout.page_size, layout.head_dim)
+    k, v = (torch.unflatten(x, 1, (-1, layout.page_size)).transpose(0, 1) for x in torch.randn(shape, generator=generator) * 3)
+    entries = torch.tensor([3, 0, 2]) * step
+
+    def payload(arena: torch.Tensor) -> QuantizedPages:
+        count = (arena.numel() - layout.page_bytes) // 256 + 1
+        return QuantizedPages(arena.as_strided((count, layout.page_bytes), (256, 1)), layout)
+
+    for against in ("stored", "exact"):
+        wanted, got = arena.clone(), arena.to(device)
+        store_pages(payload(wanted), entries, k, v, against)
+        put_pages(payload(got), entries.to(device), k.to(device), v.to(device), against)
+        assert torch.equal(got.cpu(), wanted)
+
+
+EIGHTS = [PageLayout(2, 16, 12), PageLayout(3, 4, 8, dtype=torch.float32), PageLayout(8, 16, 128, dtype=torch.float32)]
+
+
+def check_store(device: str, layout: PageLayout) -> None:
+    """The pages' bytes are those of the twin, of keys and values that lie among others."""
+    from agentkv.kernels.store_fp8_triton import put_fp8
+
+    generator = torch.Generator().manual_seed(11)
+    count, step = 7, -(-layout.page_bytes // 256)
+    arena = torch.randint(0, 256, (6 * step * 256,), dtype=torch.uint8, generator=generator)
+    both = torch.randn(count, 3 * layout.num_kv_heads, layout.head_dim, generator=generator) * 5
+    both[3] = 0
+    k, v = both[:, : layout.num_kv_heads], both[:, layout.num_kv_heads : 2 * layout.num_kv_heads]
+    entries = torch.tensor([2, 0, 0, 4, 4, 3, 1]) * step
+    offsets = torch.tensor([0, 3, 1, 2, 3, 0, 1])
+
+    def payload(arena: torch.Tensor) -> QuantizedPages:
+        shape = ((arena.numel() - layout.page_bytes) // 256 + 1, layout.page_bytes)
+        return QuantizedPages(arena.as_strided(shape, (256, 1)), layout)
+
+    wanted, got = arena.clone(), arena.to(device)
+    store_fp8(payload(wanted), entries, offsets, k, v)
+    moved = both.to(device)
+    own = moved[:, : layout.num_kv_heads], moved[:, layout.num_kv_heads : 2 * layout.num_kv_heads]
+    put_fp8(payload(got), entries.to(device), offsets.to(device), *own)
+    assert torch.equal(got.cpu(), wanted)
+
+
 class LowRank(NamedTuple):
     """sizes: KV heads, groups, head_dim, rotated channels, ranks of K and V, page size."""
 
@@ -234,6 +316,44 @@ def test_quantise_equals_the_twin_bit_for_bit_in_the_interpreter(monkeypatch: py
 
 
 @only_interpreted
+def test_what_lies_beside_is_merged_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    numpy_scalars(monkeypatch)
+    check_beside("cpu", torch.float32, 2e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-5), (torch.bfloat16, 3e-2)])
+def test_what_lies_beside_is_merged_on_a_gpu(dtype: torch.dtype, tolerance: float) -> None:
+    check_beside("cuda", dtype, tolerance)
+
+
+@only_interpreted
+@pytest.mark.parametrize("layout", EIGHTS)
+def test_store_equals_the_twin_byte_for_byte_in_the_interpreter(monkeypatch: pytest.MonkeyPatch, layout: PageLayout) -> None:
+    numpy_scalars(monkeypatch)
+    check_store("cpu", layout)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", EIGHTS)
+def test_store_equals_the_twin_byte_for_byte_on_a_gpu(layout: PageLayout) -> None:
+    check_store("cuda", layout)
+
+
+@only_interpreted
+@pytest.mark.parametrize("layout", PAGES)
+def test_store_of_pages_equals_the_twin_in_the_interpreter(monkeypatch: pytest.MonkeyPatch, layout: PageLayout) -> None:
+    numpy_scalars(monkeypatch)
+    check_store_pages("cpu", layout)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", PAGES)
+def test_store_of_pages_equals_the_twin_on_a_gpu(layout: PageLayout) -> None:
+    check_store_pages("cuda", layout)
+
+
+@only_interpreted
 def test_what_kernels_do_not_serve_is_refused_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     numpy_scalars(monkeypatch)
     from agentkv.kernels import quantize_blocks_triton
@@ -251,7 +371,7 @@ def test_what_kernels_do_not_serve_is_refused_in_the_interpreter(monkeypatch: py
 
 @only_without_gpu
 def test_the_cases_pass() -> None:
-    pass_interpreted(__file__, len(CASES) + len(CASES[:4]) + len(LOW_RANK) + 2)
+    pass_interpreted(__file__, len(CASES) + len(CASES[:4]) + len(LOW_RANK) + len(EIGHTS) + len(PAGES) + 3)
 
 
 @pytest.mark.gpu
