@@ -6,10 +6,15 @@ All query tokens of a row see all slots: such a part lies wholly before them. Th
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from agentkv.kernels.paged_attention import paged_attention, serves
+
+if TYPE_CHECKING:
+    from agentkv.kernels.paged_decode import DecodePlan
 
 BLOCK = 256
 """Slots of one product of the twin, whatever the rows hold: so a row's bits do not depend on its batch."""
@@ -26,6 +31,7 @@ def ragged_decode(
     max_len: int,
     queries: int = 1,
     bias: Tensor | None = None,
+    plan: DecodePlan | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of `queries` tokens a row over the slots that each KV head of the row holds.
 
@@ -34,6 +40,7 @@ def ragged_decode(
     or `[max_rows, num_kv_heads, max_pages]` where every head has pages of its own (a table of lines, row * num_kv_heads +
     head, viewed so). rows: int64 `[num_rows]`, lines of the table. lens: int32 `[num_rows, num_kv_heads]`, slots held, on the
     device. max_len: a host bound on lens. bias: float32 `[num_rows, num_kv_heads, max_len]`, added to the scaled scores.
+    plan: the work list of these lens where a GPU reads them; None makes one.
 
     Returns out like q and lse `[num_rows * queries, num_heads]`, natural, float32 (float64 for float64); 0 and -inf where a
     head holds nothing. Slots past a head's length are not read.
@@ -46,7 +53,7 @@ def ragged_decode(
         q.view(num_rows, queries, num_kv_heads, -1, head_dim).transpose(1, 2).reshape(num_rows, num_kv_heads, -1, head_dim)
     )
     if q.is_cuda and q.dtype != torch.float64:
-        out, lse = _on_gpu(members, pages, table, rows, lens, scale, max_len, bias)
+        out, lse = _on_gpu(members, pages, table, rows, lens, scale, max_len, bias, plan)
     elif bias is None and serves(members.flatten(0, 1), pages[:, :1]):
         out, lse = _in_place(members, pages, table, rows, lens, scale)
     else:
@@ -56,12 +63,20 @@ def ragged_decode(
 
 
 def _on_gpu(
-    q: Tensor, pages: Tensor, table: Tensor, rows: Tensor, lens: Tensor, scale: float, max_len: int, bias: Tensor | None
+    q: Tensor,
+    pages: Tensor,
+    table: Tensor,
+    rows: Tensor,
+    lens: Tensor,
+    scale: float,
+    max_len: int,
+    bias: Tensor | None,
+    plan: DecodePlan | None = None,
 ) -> tuple[Tensor, Tensor]:
     from agentkv.kernels.paged_decode import bound_pieces, paged_decode, plan_decode
 
     lens = lens.contiguous()
-    plan = plan_decode(lens, rows, bound_pieces(lens.numel(), lens.numel() * max_len))
+    plan = plan or plan_decode(lens, rows, bound_pieces(lens.numel(), lens.numel() * max_len))
     pages = pages.expand(-1, lens.shape[1], -1, -1, -1)  # of head pages: each head finds its own at the same place
     return paged_decode(q.flatten(1, 2), pages, table, plan, scale, bias=bias)
 

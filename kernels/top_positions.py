@@ -37,7 +37,7 @@ def top_positions(
     if scores.is_cuda and scores.dtype != torch.float64:
         from agentkv.kernels.top_positions_triton import select_positions
 
-        return select_positions(scores, width, counts, lens, protect_first, protect_last, ties == "higher")
+        return select_positions(scores, width, counts, lens, protect_first, protect_last, ties == "higher")[0]
     place = torch.arange(length, dtype=torch.int32, device=scores.device)
     if lens is None:
         lens = torch.full(scores.shape[:-1], length, dtype=torch.int32, device=scores.device)
@@ -51,6 +51,24 @@ def top_positions(
     target = torch.where(taken, taken.cumsum(-1) - 1, width)  # what is not taken goes to a place that is cut off
     out = torch.full((*scores.shape[:-1], width + 1), length, dtype=torch.int32, device=scores.device)
     return out.scatter_(-1, target, place.expand(scores.shape))[..., :width]
+
+
+def top_values(
+    scores: Tensor, k: int, values: Tensor, *, counts: Tensor, lens: Tensor, protect_last: int = 0
+) -> tuple[Tensor, Tensor]:
+    """`top_positions` of `scores` `[num_rows, num_lines, n]`, and what each row has there: of `values` int32 `[num_rows, n]`,
+    last dim contiguous. Behind a line's count anything."""
+    width = min(k, scores.shape[2])
+    if scores.is_cuda and scores.dtype != torch.float64 and 0 < width and protect_last <= k:
+        from agentkv.kernels.top_positions_triton import select_positions
+
+        chosen, picked = select_positions(scores, width, counts, lens, 0, protect_last, False, values)
+        if picked is not None:
+            return chosen, picked.view(chosen.shape)
+    else:
+        chosen = top_positions(scores, k, counts=counts, lens=lens, protect_last=protect_last)
+    places = chosen.clamp(max=max(0, scores.shape[2] - 1)).to(torch.int64)
+    return chosen, values.unsqueeze(1).expand(-1, scores.shape[1], -1).gather(2, places)
 
 
 def _largest(scores: Tensor, open_: Tensor, need: Tensor, width: int, ties: str) -> Tensor:

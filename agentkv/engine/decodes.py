@@ -45,11 +45,12 @@ def attend_heads(q: Tensor, part: Part, table: HeadTable, batch: DeviceBatch, sc
         return _attend_coded(q, part, payload, table.by_row(_page_size(payload)).by_query(counts, False), batch, scale)
     bias = _bias(part, table.lens.shape[1], table.max_slots)
     rows, lens, queries = table.rows, table.lens, counts[0]
+    plan = table.work if q.is_cuda and q.dtype != torch.float64 and len(set(counts)) == 1 else None
     if any(count != queries for count in counts):
         rows, lens, queries = batch.owners, lens[batch.owners], 1
         bias = None if bias is None else bias[batch.owners]
     return ragged_decode(
-        q, payload.pages, table.entries, rows, lens, scale, max_len=table.max_slots, queries=queries, bias=bias
+        q, payload.pages, table.entries, rows, lens, scale, max_len=table.max_slots, queries=queries, bias=bias, plan=plan
     )
 
 

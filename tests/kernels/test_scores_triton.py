@@ -78,8 +78,8 @@ def bounds(dtype: torch.dtype, size: int) -> None:
 
 
 def positions(dtype: torch.dtype, size: int) -> None:
-    """Rows of more than one block of the kernel where size is large."""
-    from agentkv.kernels.top_positions_triton import select_positions
+    """Rows that a program holds, and longer ones; of more than one block where size is large."""
+    from agentkv.kernels import top_positions_triton as module
 
     scores = (made(5, 50 * size) * 4).round().to(dtype)  # many ties
     scores[0, :3] = torch.tensor([-0.0, torch.nan, torch.inf], dtype=dtype)
@@ -93,8 +93,16 @@ def positions(dtype: torch.dtype, size: int) -> None:
         counts, lens = own
         want = top_positions(scores, width, counts=counts, lens=lens, protect_first=first, protect_last=last, ties=ties)
         counts, lens = (None if each is None else each.to(DEVICE) for each in own)
-        mine = select_positions(scores.to(DEVICE), width, counts, lens, first, last, ties == "higher")
+        given = (scores.to(DEVICE), width, counts, lens, first, last, ties == "higher")
+        values = torch.randint(1 << 30, (1, scores.shape[1] + 3), dtype=torch.int32)[:, : scores.shape[1]]
+        mine, picked = module.select_positions(*given, values.to(DEVICE))
         assert torch.equal(mine.cpu(), want)
+        assert picked is not None
+        there = want < scores.shape[1]
+        assert torch.equal(picked.cpu()[there], values[0][want[there].long()])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "HELD", 8)
+            assert torch.equal(module.select_positions(*given)[0].cpu(), want)
 
 
 def copies(dtype: torch.dtype, size: int) -> None:
