@@ -79,6 +79,8 @@ def bounds(dtype: torch.dtype, size: int) -> None:
 
 def positions(dtype: torch.dtype, size: int) -> None:
     """Rows that a program holds, and longer ones; of more than one block where size is large."""
+    import triton
+
     from agentkv.kernels import top_positions_triton as module
 
     scores = (made(5, 50 * size) * 4).round().to(dtype)  # many ties
@@ -94,15 +96,18 @@ def positions(dtype: torch.dtype, size: int) -> None:
         want = top_positions(scores, width, counts=counts, lens=lens, protect_first=first, protect_last=last, ties=ties)
         counts, lens = (None if each is None else each.to(DEVICE) for each in own)
         given = (scores.to(DEVICE), width, counts, lens, first, last, ties == "higher")
-        values = torch.randint(1 << 30, (1, scores.shape[1] + 3), dtype=torch.int32)[:, : scores.shape[1]]
-        mine, picked = module.select_positions(*given, values.to(DEVICE))
-        assert torch.equal(mine.cpu(), want)
-        assert picked is not None
-        there = want < scores.shape[1]
-        assert torch.equal(picked.cpu()[there], values[0][want[there].long()])
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "HELD", 8)
-            assert torch.equal(module.select_positions(*given)[0].cpu(), want)
+        values = torch.randint(1 << 30, (1, scores.shape[1] + 3), dtype=torch.int32)
+        there, places = want < scores.shape[1], want[want < scores.shape[1]].long()
+        for most, block in ((module.HELD, module.BLOCK), (8, 16 * size)):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(module, "HELD", most)
+                patch.setattr(module, "BLOCK", triton.next_power_of_2(block))
+                assert torch.equal(module.select_positions(*given)[0].cpu(), want)
+                mine, picked = module.select_positions(*given, values.to(DEVICE))
+                assert torch.equal(mine.cpu(), want)
+                assert torch.equal(picked.cpu()[there], values[0][places])
+                picked = module.select_positions(*given, values.to(DEVICE), 3)[1]
+                assert torch.equal(picked.cpu()[there], values[0][places // 3].long() * 3 + places % 3)
 
 
 def copies(dtype: torch.dtype, size: int) -> None:
