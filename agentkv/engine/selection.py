@@ -20,8 +20,8 @@ class Selection:
 
     slots: int32 `[num_rows, (num_kv_heads,) count]`, ascending, slots of each row's tail (pages of it where `pages`); what lies
     behind `lens` is ignored. lens: int32 `[num_rows, (num_kv_heads)]`: slots, or pages. A page that is not full is the row's
-    last, so ascending order puts it last in the list. table: these pages as attention reads them, where that was made with the
-    choice (`PageBudget`).
+    last, so ascending order puts it last in the list. table: the same as attention reads it, where that was made with the
+    choice.
     """
 
     slots: Tensor
@@ -32,8 +32,6 @@ class Selection:
 
 def selected_pages(selection: Selection, table: RowTable, num_kv_heads: int, page_size: int) -> tuple[HeadTable, Tensor | None]:
     """A table of the pages that are selected, and the bias that hides slots before the row's first visible one, if any."""
-    if selection.table is not None:
-        return selection.table, None
     pages, lens = _by_head(selection, num_kv_heads)
     last = pages.gather(2, (lens - 1).clamp(min=0).unsqueeze(2)).squeeze(2)
     held = table.lens.unsqueeze(1)

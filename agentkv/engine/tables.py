@@ -173,7 +173,8 @@ class HeadTable:
     entries: int32 `[num_rows, num_kv_heads, max_pages]` on the device, granules, or `[num_rows, max_pages]` where heads share
     their pages; columns past a line's length may hold anything. lens: int32 `[num_rows, num_kv_heads]` on the device, slots
     held. max_slots: most slots of a line, known on the host; host_slots: the same by row, () where each may have the most.
-    like: a table whose lines hold as many slots, line by line.
+    like: a table whose lines hold as many slots, line by line. by_slot: entries are int64 and name slots, one in each column:
+    granule * page_size + slot in the page.
     """
 
     entries: Tensor
@@ -181,6 +182,7 @@ class HeadTable:
     max_slots: int
     host_slots: tuple[int, ...] = ()
     like: HeadTable | None = None
+    by_slot: bool = False
 
     @property
     def bounds(self) -> tuple[int, ...]:
