@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -25,3 +27,15 @@ def page_bounds(pages: Tensor, entries: Tensor, bounds: Tensor, targets: Tensor,
         empty = (torch.arange(keys.shape[2], device=keys.device) >= counts.unsqueeze(1))[:, None, :, None]
         low, high = keys.masked_fill(empty, torch.inf), keys.masked_fill(empty, -torch.inf)
     bounds[targets] = torch.stack((low.amin(2), high.amax(2)), 2)
+
+
+def layer_bounds(layers: Sequence[Tensor], entries: Tensor, bounds: Tensor, targets: Tensor) -> None:
+    """`page_bounds` of whole pages in every layer: bounds `[num_bounds, num_layers, num_kv_heads, 2, head_dim]`. Layers that
+    lie at equal distances in one memory, as those of a stripe, are one launch on a GPU."""
+    if layers[0].is_cuda and layers[0].dtype != torch.float64:
+        from agentkv.kernels.page_bounds_triton import write_layer_bounds
+
+        if write_layer_bounds(layers, entries, bounds, targets):
+            return
+    for layer, pages in enumerate(layers):
+        page_bounds(pages, entries, bounds[:, layer], targets)

@@ -11,7 +11,7 @@ from torch import Tensor
 from agentkv.engine.page_budget import PageBudget
 from agentkv.engine.sparse import ModelShape, Plain, Read, SparseMethod, StateSpec
 from agentkv.engine.view import DeviceBatch, PageFill, Selection
-from agentkv.kernels.page_bounds import page_bounds
+from agentkv.kernels.page_bounds import layer_bounds
 from agentkv.kernels.page_scores import page_scores
 from agentkv.types import Exactness
 
@@ -63,8 +63,7 @@ class Quest(SparseMethod):
     def on_pages(self, pages: PageFill) -> None:
         """Bounds of full pages."""
         units, targets = pages.state("bounds")
-        for layer in range(units.shape[1]):
-            page_bounds(pages.pages(layer), pages.entries, units[:, layer], targets)
+        layer_bounds([pages.pages(layer) for layer in range(units.shape[1])], pages.entries, units, targets)
 
     def select(self, layer: int, q: Tensor, q_raw: Tensor, batch: DeviceBatch) -> Selection | None:
         """The best full pages, and the newest. Where no row has more than the budget, all."""

@@ -9,7 +9,7 @@ import torch
 from devices import CUDA, numpy_scalars, only_interpreted, only_without_gpu, pass_interpreted
 
 from agentkv.kernels.gather_slots import gather_heads, move_head_slots
-from agentkv.kernels.page_bounds import page_bounds
+from agentkv.kernels.page_bounds import layer_bounds, page_bounds
 from agentkv.kernels.page_scores import page_scores
 from agentkv.kernels.ragged_decode import ragged_decode
 from agentkv.kernels.received_mass import received_mass
@@ -57,7 +57,7 @@ def columns(dtype: torch.dtype, size: int) -> None:
 
 
 def bounds(dtype: torch.dtype, size: int) -> None:
-    from agentkv.kernels.page_bounds_triton import write_bounds
+    from agentkv.kernels.page_bounds_triton import write_bounds, write_layer_bounds
     from agentkv.kernels.page_scores_triton import score_pages
 
     num_pages = 7 * size
@@ -69,6 +69,13 @@ def bounds(dtype: torch.dtype, size: int) -> None:
         write_bounds(pages.to(DEVICE), entries.to(DEVICE), mine, targets.to(DEVICE), held)
         page_bounds(pages, entries, state, targets, counts)
         assert torch.equal(mine.cpu(), state)
+    stripes = made(num_pages, 3, 2, 2, 12, 10, dtype=dtype).to(DEVICE)
+    layers, mine = stripes.unbind(1), torch.zeros(num_pages + 2, 3, 2, 2, 10, dtype=dtype, device=DEVICE)
+    assert write_layer_bounds(layers, entries.to(DEVICE), mine, targets.to(DEVICE))
+    want = torch.zeros(mine.shape, dtype=dtype)
+    layer_bounds([each.cpu() for each in layers], entries, want, targets)
+    assert torch.equal(mine.cpu(), want)
+    assert not write_layer_bounds([layers[0], layers[2], layers[1]], entries.to(DEVICE), mine, targets.to(DEVICE))
     q, table = made(2, 6, 10, dtype=dtype), torch.randint(0, num_pages, (2, 5 * size), dtype=torch.int32)
     table[1, 4:] = -1
     given = (q, state, table, ints(0, 1), ints(5 * size, 3))
