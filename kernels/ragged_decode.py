@@ -112,9 +112,7 @@ def _in_blocks(
         entries, offsets = table[..., columns].to(torch.int64).masked_fill(hidden, 0), slots % page_size
         if by_slot:
             entries, offsets = entries // page_size, entries % page_size
-        k, v = (
-            pages[entries, heads, side, offsets].to(wide).masked_fill_(hidden.unsqueeze(-1), 0) for side in (0, 1)
-        )
+        k, v = (pages[entries, heads, side, offsets].to(wide).masked_fill_(hidden.unsqueeze(-1), 0) for side in (0, 1))
         scores = torch.matmul(q, k.transpose(2, 3)) * scale
         if bias is not None:
             part = bias[..., first : first + BLOCK].to(wide)

@@ -58,7 +58,7 @@ def _peak_kernel(
     lse = tl.load(lse_place, mask=head < HEADS, other=float("-inf")) * 1.4426950408889634
     seen = (lse > float("-inf"))[:, None] & live[None, :]
     score = tl.load(scores_ptr + (row * HEADS + head)[:, None] * length + slot[None, :], mask=seen, other=float("-inf"))
-    best = tl.max(tl.where(seen, score - lse[:, None], float("-inf")), 0)
+    best = tl.max(score - tl.where(lse > float("-inf"), lse, 0.0)[:, None], 0)
     tl.store(out_ptr + row * length + slot, tl.exp2(best), mask=slot < length)
 
 

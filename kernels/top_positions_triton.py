@@ -43,61 +43,96 @@ def _ends(counts_ptr, lens_ptr, row, length, width, first, last, HAS_COUNTS: tl.
 
 @triton.jit
 def _write(
-    key, place, least, more, equals, equal, held, low, high, need, room, length, width, out_ptr, values_ptr, picked_ptr,
+    key, place, least, more, equals, equal, held, low, high, need, room, out_ptr, values_ptr, picked_ptr,
     HIGHER: tl.constexpr, PER_VALUE: tl.constexpr,
 ):  # fmt: skip
     """What is taken of the scores at `place`, all above `least` and `room` of its `equal` equals, where it belongs. more,
     equals: how many above and equal the row has before."""
-    inside = (place >= low) & (place < high)
-    above = (inside & (key > least) & (need > 0)).to(tl.int32)
-    same = (inside & (key == least) & (need > 0)).to(tl.int32)
+    above = (key > least).to(tl.int32)
+    same = (key == least).to(tl.int32)
     packed = above + (same << 16)
     before = tl.cumsum(packed, 0) - packed
     skip = equal - room if HIGHER else 0  # the first equals that are left out
     number = equals + (before >> 16) - skip
     rank = low + more + (before & 65535) + tl.minimum(tl.maximum(number, 0), room)
     rank = tl.where(place < low, place, tl.where(place >= high, low + need + place - high, rank))
-    fits = (same > 0) & (number >= 0) & (number < room)
-    taken = (above > 0) | fits | ((place < held) & ~inside)
+    inside = (place >= low) & (place < high)
+    taken = (above > 0) | ((same > 0) & (number >= 0) & (number < room)) | ((place < held) & ~inside)
     tl.store(out_ptr + rank, place, mask=taken)
     if PER_VALUE == 1:
         tl.store(picked_ptr + rank, tl.load(values_ptr + place, mask=taken), mask=taken)
     elif PER_VALUE > 1:
         value = tl.load(values_ptr + place // PER_VALUE, mask=taken).to(tl.int64)
         tl.store(picked_ptr + rank, value * PER_VALUE + place % PER_VALUE, mask=taken)
-    tl.store(out_ptr + place, place * 0 + length, mask=(place >= low + need + held - high) & (place < width))
 
 
-@triton.jit(do_not_specialize=["length", "width"])
+@triton.jit
+def _total(main, rest, BLOCK: tl.constexpr, REST: tl.constexpr):
+    """Sum of the two; only what threads have in all is exchanged."""
+    if REST > 0:
+        main = tl.sum(tl.reshape(main, [BLOCK // REST, REST]), 0) + rest
+    return tl.sum(main, 0)
+
+
+@triton.jit
+def _flags(key, one, two):
+    """1 where a key is as great as the first, 2^16 more where it is as great as the second."""
+    return (key >= one).to(tl.int32) + ((key >= two).to(tl.int32) << 16)
+
+
+@triton.jit(do_not_specialize=["length", "width", "row_stride", "values_stride"])
 def _held_kernel(
     scores_ptr, counts_ptr, lens_ptr, values_ptr, out_ptr, picked_ptr, length, width, lines, row_stride, values_stride,
     protect_first, protect_last,
-    HAS_COUNTS: tl.constexpr, HAS_LENS: tl.constexpr, HIGHER: tl.constexpr, PER_VALUE: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_COUNTS: tl.constexpr, HAS_LENS: tl.constexpr, HIGHER: tl.constexpr, PER_VALUE: tl.constexpr,
+    BLOCK: tl.constexpr, REST: tl.constexpr, WIDTH_PAD: tl.constexpr,
 ):  # fmt: skip
-    """One row: the last score that is taken, two of its bits at a time, until just as many are as great as are wanted."""
+    """One row of BLOCK and REST scores: the last that is taken is looked for between the least and the greatest, two guesses
+    at a time, until just as many are as great as are wanted."""
     row = tl.program_id(0).to(tl.int64)
-    held, low, high, need = _ends(
-        counts_ptr, lens_ptr, row, length, width, protect_first, protect_last, HAS_COUNTS, HAS_LENS
-    )
+    held, low, high, need = _ends(counts_ptr, lens_ptr, row, length, width, protect_first, protect_last, HAS_COUNTS, HAS_LENS)
+    row_ptr, out_ptr, picked_ptr = scores_ptr + row * row_stride, out_ptr + row * width, picked_ptr + row * width
+    values_ptr += row // lines * values_stride
     place = tl.arange(0, BLOCK)
-    key = _keys(scores_ptr + row * row_stride, place, low, high)
-    least = tl.full([], 0, tl.uint32)
-    unit = tl.full([], 1073741824, tl.uint32)
-    while unit > 0:
-        many = (key >= least + unit).to(tl.int64)
-        many += (key >= least + 2 * unit).to(tl.int64) << 20
-        many += (key >= least + 3 * unit).to(tl.int64) << 40
-        total = tl.sum(many, 0)
-        one, two, three = total & 1048575, (total >> 20) & 1048575, total >> 40
-        steps = tl.where(three >= need, 3, tl.where(two >= need, 2, tl.where(one >= need, 1, 0)))
-        found = tl.where(steps == 3, three, tl.where(steps == 2, two, tl.where(steps == 1, one, 0)))
-        least += steps.to(tl.uint32) * unit
-        unit = tl.where(found == need, 0, unit >> 2).to(tl.uint32)
-    total = tl.sum((key > least).to(tl.int32) + ((key == least).to(tl.int32) << 16), 0)
+    key = _keys(row_ptr, place, low, high)
+    rest_key = key
+    least = tl.min(tl.where(key == 0, 4294967295, key).to(tl.uint32), 0)
+    most = tl.max(key, 0).to(tl.uint32)
+    if REST > 0:
+        rest_place = BLOCK + tl.arange(0, REST)
+        rest_key = _keys(row_ptr, rest_place, low, high)
+        least = tl.minimum(least, tl.min(tl.where(rest_key == 0, 4294967295, rest_key).to(tl.uint32), 0))
+        most = tl.maximum(most, tl.max(rest_key, 0).to(tl.uint32))
+    most = tl.where(need > 0, most, least)
+    while least < most:
+        third = (most - least + 2) // 3
+        one = least + third
+        two = tl.minimum(one + third, most)
+        counts = _total(_flags(key, one, two), _flags(rest_key, one, two), BLOCK, REST)
+        as_one, as_two = counts & 65535, counts >> 16
+        found = tl.where(as_two >= need, as_two, as_one)
+        least = tl.where(as_two >= need, two, tl.where(as_one >= need, one, least))
+        most = tl.where(as_two >= need, most, tl.where(as_one >= need, two - 1, one - 1))
+        most = tl.where(found == need, least, most)
+    least = tl.where(need > 0, least, 4294967294).to(tl.uint32)  # no score has that
+    counts = tl.sum(_flags(key, least, least + 1), 0)
+    above, equal, more = counts >> 16, (counts & 65535) - (counts >> 16), counts >> 16
+    equals = equal
+    if REST > 0:
+        rest_counts = tl.sum(_flags(rest_key, least, least + 1), 0)
+        above += rest_counts >> 16
+        equal += (rest_counts & 65535) - (rest_counts >> 16)
     _write(
-        key, place, least, 0, 0, total >> 16, held, low, high, need, need - (total & 65535), length, width,
-        out_ptr + row * width, values_ptr + row // lines * values_stride, picked_ptr + row * width, HIGHER, PER_VALUE,
-    )  # fmt: skip
+        key, place, least, 0, 0, equal, held, low, high, need, need - above, out_ptr, values_ptr, picked_ptr, HIGHER, PER_VALUE
+    )
+    if REST > 0:
+        _write(
+            rest_key, rest_place, least, more, equals, equal, held, low, high, need, need - above,
+            out_ptr, values_ptr, picked_ptr, HIGHER, PER_VALUE,
+        )  # fmt: skip
+    behind = tl.arange(0, WIDTH_PAD)
+    left = (behind >= low + need + held - high) & (behind < width)
+    tl.store(out_ptr + behind, behind * 0 + length, mask=left)
 
 
 @triton.jit
@@ -127,9 +162,7 @@ def _count_kernel(
 ):  # fmt: skip
     """One block of one row: how often each value of digit ROUND is among scores that have the digits before."""
     row = tl.program_id(1).to(tl.int64)
-    _, low, high, need = _ends(
-        counts_ptr, lens_ptr, row, length, width, protect_first, protect_last, HAS_COUNTS, HAS_LENS
-    )
+    _, low, high, need = _ends(counts_ptr, lens_ptr, row, length, width, protect_first, protect_last, HAS_COUNTS, HAS_LENS)
     digits_ptr += row * 4 * BINS
     least, _ = _prefix(digits_ptr, need, ROUND, BINS)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -149,11 +182,10 @@ def _block_kernel(
 ):  # fmt: skip
     """One block of one row: its scores above the last that is taken and, 2^32 fold, its equals."""
     row = tl.program_id(1).to(tl.int64)
-    _, low, high, need = _ends(
-        counts_ptr, lens_ptr, row, length, width, protect_first, protect_last, HAS_COUNTS, HAS_LENS
-    )
+    _, low, high, need = _ends(counts_ptr, lens_ptr, row, length, width, protect_first, protect_last, HAS_COUNTS, HAS_LENS)
     least, _ = _prefix(digits_ptr + row * 4 * BINS, need, 4, BINS)
-    key = _keys(scores_ptr + row * row_stride, tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), low, high)
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    key = _keys(scores_ptr + row * row_stride, place, low, high)
     packed = tl.sum((key > least).to(tl.int64) + ((key == least).to(tl.int64) << 32), 0)
     tl.store(blocks_ptr + row * tl.num_programs(0) + tl.program_id(0), packed)
 
@@ -167,9 +199,7 @@ def _write_kernel(
 ):  # fmt: skip
     """One block of one row: what is taken of it."""
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    held, low, high, need = _ends(
-        counts_ptr, lens_ptr, row, length, width, protect_first, protect_last, HAS_COUNTS, HAS_LENS
-    )
+    held, low, high, need = _ends(counts_ptr, lens_ptr, row, length, width, protect_first, protect_last, HAS_COUNTS, HAS_LENS)
     least, room = _prefix(digits_ptr + row * 4 * BINS, need, 4, BINS)
     every = tl.arange(0, BLOCKS_PAD)
     packed = tl.load(blocks_ptr + row * tl.num_programs(0) + every, mask=every < tl.num_programs(0), other=0)
@@ -177,10 +207,13 @@ def _write_kernel(
     more, equals, equal = before.to(tl.int32), (before >> 32).to(tl.int32), (tl.sum(packed, 0) >> 32).to(tl.int32)
     place = block * BLOCK + tl.arange(0, BLOCK)
     key = _keys(scores_ptr + row * row_stride, place, low, high)
+    least = tl.where(need > 0, least, 4294967295).to(tl.uint32)  # no score has that
     _write(
-        key, place, least, more, equals, equal, held, low, high, need, room, length, width,
+        key, place, least, more, equals, equal, held, low, high, need, room,
         out_ptr + row * width, values_ptr + row // lines * values_stride, picked_ptr + row * width, HIGHER, PER_VALUE,
     )  # fmt: skip
+    left = (place >= low + need + held - high) & (place < width)
+    tl.store(out_ptr + row * width + place, place * 0 + length, mask=left)
 
 
 def select_positions(
@@ -207,15 +240,25 @@ def select_positions(
     if not len(rows):
         pass
     elif length <= HELD:
-        block = triton.next_power_of_2(length)
+        block, rest, warps = _tiles(length)
         _held_kernel[(len(rows),)](
             rows, *held, values_of[0], out, picked, length, width, values_of[1], rows.stride(0), values_of[2],
-            protect_first, protect_last, BLOCK=block, num_warps=max(1, min(32, block // 256)), **ends, **more,
+            protect_first, protect_last, BLOCK=block, REST=rest, WIDTH_PAD=triton.next_power_of_2(width), num_warps=warps,
+            **ends, **more,
         )  # fmt: skip
     else:
         _select_long(rows, held, values_of, out, picked, (protect_first, protect_last), ends, more)
     shape = (*scores.shape[:-1], width)
     return out.view(shape), picked.view(shape)
+
+
+def _tiles(length: int) -> tuple[int, int, int]:
+    """Of a row that is held: scores of the first tile and of the second (0: none), and warps. The second tile has a score for
+    each thread at least."""
+    block = triton.next_power_of_2(length)
+    warps = max(1, min(16, block // 256))
+    rest = max(32 * warps, triton.next_power_of_2(length - block // 2))
+    return (block // 2, rest, warps) if rest < block // 2 else (block, 0, warps)
 
 
 def _select_long(

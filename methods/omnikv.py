@@ -12,9 +12,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from agentkv.engine.choosing import best_slots
 from agentkv.engine.preparation import Preparation
 from agentkv.engine.sparse import ModelShape, Needs, Plain, Read, SparseMethod
-from agentkv.engine.slot_choice import best_slots
 from agentkv.engine.view import AttentionView, DeviceBatch, RowMass, Selection
 from agentkv.kernels.layer_coverage import choose_observers, coverage, mean_coverage
 from agentkv.kernels.slot_mass import slot_mass, slot_peaks

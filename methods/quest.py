@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from agentkv.engine.page_budget import PageBudget
+from agentkv.engine.choosing import PageBudget
 from agentkv.engine.sparse import ModelShape, Plain, Read, SparseMethod, StateSpec
 from agentkv.engine.view import DeviceBatch, PageFill, Selection
 from agentkv.kernels.page_bounds import layer_bounds
@@ -72,9 +72,10 @@ class Quest(SparseMethod):
             return None
         units, places = batch.state("bounds")
         if "budget" not in batch.scratch:  # the same in every layer
-            budget = PageBudget(table, self.budget, units.shape[2], self.heads == "each")
-            batch.scratch["budget"] = budget, budget.lines(places.table)
-        budget, lines = batch.scratch["budget"]
+            batch.scratch["budget"] = PageBudget(table, self.budget, units.shape[2], self.heads == "each")
+            batch.scratch["lines"] = batch.scratch["budget"].lines(places.table)
+        budget: PageBudget = batch.scratch["budget"]
+        lines: Tensor = batch.scratch["lines"]
         scores = page_scores(q, units[:, layer], lines, budget.first, budget.full, reduce=self.reduce)
         return budget.best(scores if self.heads == "each" else scores.amax(1, keepdim=True))
 

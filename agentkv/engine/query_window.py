@@ -9,6 +9,7 @@ from torch import Tensor
 
 from agentkv.engine.core import RowWork
 from agentkv.engine.sparse import ModelShape
+from agentkv.kernels.place_rows import place_rows
 
 
 class QueryWindow:
@@ -67,4 +68,4 @@ class QueryRows(NamedTuple):
 
     def keep(self, layer: int, q: Tensor) -> None:
         """Keep them of the batch's rotated queries `[num_tokens, num_heads, head_dim]`."""
-        self.ring[:, layer][self.rows, self.places] = q[self.tokens]
+        place_rows(self.ring[:, layer], self.rows, self.places, q, self.tokens)
