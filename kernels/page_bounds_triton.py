@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import triton
@@ -40,14 +38,9 @@ def write_bounds(pages: Tensor, entries: Tensor, bounds: Tensor, targets: Tensor
     _launch(pages, entries, bounds, targets, counts, 1, 0, 0)
 
 
-def write_layer_bounds(layers: Sequence[Tensor], entries: Tensor, bounds: Tensor, targets: Tensor) -> bool:
-    """As `layer_bounds`; False, and nothing is done, where layers do not lie at equal distances."""
-    steps = {after.data_ptr() - before.data_ptr() for before, after in pairwise(layers)} or {0}
-    if len(steps) > 1 or any(each.stride() != layers[0].stride() for each in layers):
-        return False
-    step = steps.pop() // layers[0].element_size()
-    _launch(layers[0], entries, bounds[:, 0], targets, None, len(layers), step, bounds.stride(1))
-    return True
+def write_layer_bounds(pages: Tensor, num_layers: int, step: int, entries: Tensor, bounds: Tensor, targets: Tensor) -> None:
+    """As `layer_bounds`. pages: of the first layer; step: elements to the next."""
+    _launch(pages, entries, bounds[:, 0], targets, None, num_layers, step, bounds.stride(1))
 
 
 def _launch(

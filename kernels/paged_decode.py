@@ -306,9 +306,12 @@ class Tuning(NamedTuple):
     merge: Merge = "after"
 
 
-def tuning(row_bytes: int) -> Tuning:
+def tuning(row_bytes: int, per_head: bool = False) -> Tuning:
     """What serves all shapes best on an H200 (docs/bench/tune.json): a single row needs large tiles, and many rows lose 5 to
-    7 % by them. row_bytes: of one key; where they are many, large tiles would not fit the shared memory."""
+    7 % by them. row_bytes: of one key; where they are many, large tiles would not fit the shared memory. per_head: heads that
+    hold slots of their own number hold few, and small programs, of which more fit at a time, are done with them sooner."""
+    if per_head and row_bytes <= 256:
+        return Tuning(2, 4, 64)
     return Tuning(4, 4, 128) if row_bytes <= 256 else Tuning(4, 2, 64)
 
 
@@ -345,7 +348,7 @@ def paged_decode(
     chunk = max(1, min(plan.most, 4096 // (merge_pad * dim_pad)))
     share = min(dim_pad, 32)
     if tuned is None:
-        tuned = tuning(q.shape[-1] * pages.element_size())
+        tuned = tuning(q.shape[-1] * pages.element_size(), plan.per_head)
         tuned = tuned._replace(merge="overlap") if overlapping(q.device)["OVERLAP"] else tuned
     overlap = tuned.merge == "overlap"
     items = len(plan.pieces) * (1 if plan.per_head else num_kv_heads)

@@ -126,6 +126,7 @@ def test_linear_of_few_tokens(
 
 def test_selection(built: dict[str, str]) -> None:
     from agentkv.kernels.page_bounds_triton import write_layer_bounds
+    from agentkv.kernels.page_columns_triton import PagedKeys, paged_columns, paged_lse
     from agentkv.kernels.page_scores_triton import score_pages
     from agentkv.kernels.paged_decode import paged_decode, plan_decode
     from agentkv.kernels.place_rows_triton import write_rows
@@ -134,7 +135,7 @@ def test_selection(built: dict[str, str]) -> None:
 
     q, pages, bounds = torch.zeros(2, 32, 128, dtype=BF16), paged()[0], torch.zeros(64, 8, 2, 128, dtype=BF16)
     lens, heads, place = (torch.zeros(*dims, dtype=torch.int32) for dims in ((2,), (2, 8), (4,)))
-    write_layer_bounds([pages, pages], place.long(), bounds.unsqueeze(1), place.long())
+    write_layer_bounds(pages, 2, 0, place.long(), bounds.unsqueeze(1), place.long())
     score_pages(q, bounds, torch.zeros(2, 512, dtype=torch.int32), lens, lens, "max")
     assert "mma.sync" in built["_page_kernel"]
     assert "cp.async" in built["_page_kernel"]
@@ -147,6 +148,11 @@ def test_selection(built: dict[str, str]) -> None:
     assert "cp.async" in built["_piece_kernel"]
     paged_decode(q, pages, paged()[1], plan_decode(lens, torch.arange(2), 40), 0.1, scores=torch.zeros(2, 32, 256))
     assert "cp.async" in built["_piece_kernel"]
+    keys, queries = PagedKeys(pages, 0, place.long(), 0, 60), torch.zeros(3, 32, 32, 128, dtype=BF16)
+    lse = paged_lse(queries, keys, torch.zeros(32, dtype=torch.int32), 0.1)
+    paged_columns(queries, keys, lse, torch.zeros(32, dtype=torch.int32), 0.1, by_head=True)
+    assert "wgmma" in built["_page_lse_kernel"]
+    assert "wgmma" in built["_page_column_kernel"]
     peaks_of_slots(torch.zeros(2, 32, 256), torch.zeros(2, 32), lens)
     write_rows(torch.zeros(2, 32, 32, 128, dtype=BF16), place.long(), place.long(), q, place.long())
     assert {"_bounds_kernel", "_peak_kernel", "_place_kernel"} <= built.keys()

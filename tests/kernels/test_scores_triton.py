@@ -9,7 +9,7 @@ import torch
 from devices import CUDA, numpy_scalars, only_interpreted, only_without_gpu, pass_interpreted
 
 from agentkv.kernels.gather_slots import gather_heads, move_head_slots
-from agentkv.kernels.page_bounds import layer_bounds, page_bounds
+from agentkv.kernels.page_bounds import layer_bounds, layer_step, page_bounds
 from agentkv.kernels.page_scores import page_scores
 from agentkv.kernels.ragged_decode import ragged_decode
 from agentkv.kernels.received_mass import received_mass
@@ -56,6 +56,37 @@ def columns(dtype: torch.dtype, size: int) -> None:
         assert far(mine, want) < 1e-4 * max(1.0, float(want.max()))
 
 
+def paged_columns(dtype: torch.dtype, size: int) -> None:
+    """Keys where they lie, of three layers at once, from the middle of a page on; queries that fill a tile, and more."""
+    from agentkv.kernels import page_columns_triton as module
+
+    stripes = made(20 * size, 3, 2, 2, 4, 12, dtype=dtype).to(DEVICE)
+    layers, places = stripes.unbind(1), torch.randperm(20 * size, generator=torch.Generator().manual_seed(1))
+    step = layer_step(layers)
+    assert step is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "SPAN", 64)
+        for length, first, window in ((70 * size, 3, 9), (33, 0, 2)):
+            keys = module.PagedKeys(layers[0], step, places.to(DEVICE), first, length)
+            slots = torch.arange(first, first + length)
+            held = stripes.cpu()[places[slots // 4], :, :, 0, slots % 4].permute(1, 2, 0, 3)
+            q, ends = made(3, window, 6, 12, dtype=dtype), window_ends(window, 1, length, None, torch.device("cpu"))[0]
+            given = (ends.contiguous().to(DEVICE), 0.3)
+            summed = module.paged_columns(
+                q.to(DEVICE), keys, module.paged_lse(q.to(DEVICE), keys, *given), *given, by_head=True
+            )
+            for layer in range(3):
+                assert far(summed[layer], window_scores(q[layer].double(), held[layer].double(), 0.3, reduce="sum")) < 1e-4
+            lse, ends = made(3, window, 6) + 4, torch.arange(window, dtype=torch.int32) * length // window
+            lse[1, 1, 2] = -torch.inf
+            for op in ("sum", "max"):
+                mine = module.paged_columns(q.to(DEVICE), keys, lse.to(DEVICE), ends.to(DEVICE), 0.3, maximum=op == "max")
+                for layer in range(3):
+                    own = (q[layer].double(), held[layer].double(), lse[layer].double(), ends, 0.3)
+                    want = received_mass(*own, reduce=op)
+                    assert far(mine[layer], want) < 1e-4 * max(1.0, float(want.max()))
+
+
 def bounds(dtype: torch.dtype, size: int) -> None:
     from agentkv.kernels.page_bounds_triton import write_bounds, write_layer_bounds
     from agentkv.kernels.page_scores_triton import score_pages
@@ -71,11 +102,13 @@ def bounds(dtype: torch.dtype, size: int) -> None:
         assert torch.equal(mine.cpu(), state)
     stripes = made(num_pages, 3, 2, 2, 12, 10, dtype=dtype).to(DEVICE)
     layers, mine = stripes.unbind(1), torch.zeros(num_pages + 2, 3, 2, 2, 10, dtype=dtype, device=DEVICE)
-    assert write_layer_bounds(layers, entries.to(DEVICE), mine, targets.to(DEVICE))
+    step = layer_step(layers)
+    assert step == stripes.stride(1)
+    write_layer_bounds(layers[0], 3, step, entries.to(DEVICE), mine, targets.to(DEVICE))
     want = torch.zeros(mine.shape, dtype=dtype)
     layer_bounds([each.cpu() for each in layers], entries, want, targets)
     assert torch.equal(mine.cpu(), want)
-    assert not write_layer_bounds([layers[0], layers[2], layers[1]], entries.to(DEVICE), mine, targets.to(DEVICE))
+    assert layer_step([layers[0], layers[2], layers[1]]) is None
     q, table = made(2, 6, 10, dtype=dtype), torch.randint(0, num_pages, (2, 5 * size), dtype=torch.int32)
     table[1, 4:] = -1
     given = (q, state, table, ints(0, 1), ints(5 * size, 3))
@@ -219,7 +252,7 @@ def mass(q: torch.Tensor, *given: object) -> None:
         assert far(mass_of_slots(*placed, 0.3, longest, op == "max"), want) < 1e-5
 
 
-CASES = [columns, bounds, positions, copies, rows, decode]
+CASES = [columns, paged_columns, bounds, positions, copies, rows, decode]
 
 
 @only_interpreted
