@@ -14,8 +14,8 @@ from torch import Tensor
 
 HELD = 16384
 """Most scores of a row that one program holds in its registers; counts of them fit 15 bits."""
-BLOCK = 4096
-"""Scores of a longer row that one program looks at."""
+BLOCK, WARPS = 4096, 8
+"""Scores of a longer row that one program looks at, and its warps."""
 BINS = 256
 """Values of a digit of a score: 8 of its 32 bits."""
 
@@ -278,9 +278,9 @@ def _select_long(
     blocks = torch.empty(len(rows), grid[0], dtype=torch.int64, device=rows.device)
     tail = (length, width, rows.stride(0), *protect)
     for turn in range(4):
-        _count_kernel[grid](rows, *held, digits, *tail, ROUND=turn, BLOCK=BLOCK, BINS=BINS, num_warps=8, **ends)
-    _block_kernel[grid](rows, *held, digits, blocks, *tail, BLOCK=BLOCK, BINS=BINS, num_warps=8, **ends)
+        _count_kernel[grid](rows, *held, digits, *tail, ROUND=turn, BLOCK=BLOCK, BINS=BINS, num_warps=WARPS, **ends)
+    _block_kernel[grid](rows, *held, digits, blocks, *tail, BLOCK=BLOCK, BINS=BINS, num_warps=WARPS, **ends)
     _write_kernel[grid](
         rows, *held, values_of[0], digits, blocks, out, picked, length, width, values_of[1], rows.stride(0), values_of[2],
-        *protect, BLOCK=BLOCK, BLOCKS_PAD=triton.next_power_of_2(grid[0]), BINS=BINS, num_warps=8, **ends, **more,
+        *protect, BLOCK=BLOCK, BLOCKS_PAD=triton.next_power_of_2(grid[0]), BINS=BINS, num_warps=WARPS, **ends, **more,
     )  # fmt: skip
