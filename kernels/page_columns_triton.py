@@ -32,24 +32,30 @@ class PagedKeys(NamedTuple):
 
 
 @triton.jit
-def _tile(
-    q_ptr, pages_ptr, entries_ptr, ends_ptr, scale, token, member, head, key, first_slot, length, num_queries,
-    q_token_stride, q_head_stride, page_stride, head_stride,
-    GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Scores in base 2 of rows (token, member of the head's group) and keys, -inf where a key is not seen."""
+def _queries(q_ptr, token, member, head, num_queries, token_stride, head_stride, GROUP: tl.constexpr, DIM: tl.constexpr,
+             DIM_PAD: tl.constexpr):  # fmt: skip
+    """Rows (token, member of the head's group) `[rows, DIM_PAD]`, 0 where there is none."""
     dim = tl.arange(0, DIM_PAD)
     live = (token < num_queries) & (member < GROUP)
-    q_place = token.to(tl.int64) * q_token_stride + (head * GROUP + member) * q_head_stride
-    q = tl.load(q_ptr + q_place[:, None] + dim[None, :], mask=live[:, None] & (dim[None, :] < DIM), other=0.0)
-    slot = first_slot + key
-    there = key < length
+    place = token.to(tl.int64) * token_stride + (head * GROUP + member) * head_stride
+    return tl.load(q_ptr + place[:, None] + dim[None, :], mask=live[:, None] & (dim[None, :] < DIM), other=0.0)
+
+
+@triton.jit
+def _keys(pages_ptr, entries_ptr, head, slot, there, page_stride, head_stride, PAGE: tl.constexpr, DIM: tl.constexpr,
+          DIM_PAD: tl.constexpr):  # fmt: skip
+    """Keys of slots `[keys, DIM_PAD]`, 0 where there is none."""
+    dim = tl.arange(0, DIM_PAD)
     entry = tl.load(entries_ptr + slot // PAGE, mask=there, other=0).to(tl.int64)
     place = entry * page_stride + head * head_stride + (slot % PAGE) * DIM
-    k = tl.load(pages_ptr + place[:, None] + dim[None, :], mask=there[:, None] & (dim[None, :] < DIM), other=0.0)
-    score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-    end = tl.minimum(tl.load(ends_ptr + token, mask=live, other=0), length)
-    return tl.where(key[None, :] < end[:, None], score, float("-inf"))
+    return tl.load(pages_ptr + place[:, None] + dim[None, :], mask=there[:, None] & (dim[None, :] < DIM), other=0.0)
+
+
+@triton.jit
+def _scores(q, k, ends_ptr, token, key, length, num_queries, scale, PRECISION: tl.constexpr):
+    """Scores in base 2, -inf where a key is not seen."""
+    end = tl.minimum(tl.load(ends_ptr + token, mask=token < num_queries, other=0), length)
+    return tl.where(key[None, :] < end[:, None], tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale, float("-inf"))
 
 
 @triton.jit(do_not_specialize=["first_slot", "length", "num_queries", "layer_step"])
@@ -59,20 +65,19 @@ def _page_lse_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
     DIM_PAD: tl.constexpr, PRECISION: tl.constexpr, MEMBERS: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Log-sum-exp (base 2) of one tile of rows over one span of keys of one head of one layer."""
+    """Log-sum-exp of one tile of rows over one span of keys of one head of one layer."""
     tile, span = tl.program_id(0) // HEADS, tl.program_id(1)
     head, layer = tl.program_id(0) % HEADS, tl.program_id(2).to(tl.int64)
     row = tl.arange(0, MEMBERS)
     token, member = tile * (MEMBERS // GROUP_PAD) + row // GROUP_PAD, row % GROUP_PAD
+    q_ptr, pages_ptr = q_ptr + layer * q_layer_stride, pages_ptr + layer * layer_step
+    q = _queries(q_ptr, token, member, head, num_queries, q_token_stride, q_head_stride, GROUP, DIM, DIM_PAD)
     top = tl.full([MEMBERS], -1e30, tl.float32)  # finite: a row may see nothing of a span
     sums = tl.zeros([MEMBERS], tl.float32)
     for start in tl.range(span * SPAN, tl.minimum(span * SPAN + SPAN, length), KEYS):
         key = start + tl.arange(0, KEYS)
-        score = _tile(
-            q_ptr + layer * q_layer_stride, pages_ptr + layer * layer_step, entries_ptr, ends_ptr, scale, token, member, head,
-            key, first_slot, length, num_queries, q_token_stride, q_head_stride, page_stride, head_stride,
-            GROUP, PAGE, DIM, DIM_PAD, PRECISION,
-        )  # fmt: skip
+        k = _keys(pages_ptr, entries_ptr, head, first_slot + key, key < length, page_stride, head_stride, PAGE, DIM, DIM_PAD)
+        score = _scores(q, k, ends_ptr, token, key, length, num_queries, scale, PRECISION)
         new_top = tl.maximum(top, tl.max(score, 1))
         sums = sums * tl.exp2(top - new_top) + tl.sum(tl.exp2(score - new_top[:, None]), 1)
         top = new_top
@@ -87,34 +92,30 @@ def _page_column_kernel(
     q_layer_stride, q_token_stride, q_head_stride, page_stride, head_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
     DIM_PAD: tl.constexpr, PRECISION: tl.constexpr, MEMBERS: tl.constexpr, KEYS: tl.constexpr,
-    BY_HEAD: tl.constexpr, MAXIMUM: tl.constexpr,
+    BY_HEAD: tl.constexpr, MAXIMUM: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """One block of keys of one head of one layer over all queries, in order. BY_HEAD: a line for each query head."""
     TOKENS: tl.constexpr = MEMBERS // GROUP_PAD
+    LINES: tl.constexpr = GROUP_PAD if BY_HEAD else 1
     head, block, layer = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS, tl.program_id(1).to(tl.int64)
     key, row = block * KEYS + tl.arange(0, KEYS), tl.arange(0, MEMBERS)
-    acc = tl.zeros([GROUP_PAD, KEYS], tl.float32)
-    for first in range(0, num_queries, TOKENS):
+    q_ptr, pages_ptr = q_ptr + layer * q_layer_stride, pages_ptr + layer * layer_step
+    k = _keys(pages_ptr, entries_ptr, head, first_slot + key, key < length, page_stride, head_stride, PAGE, DIM, DIM_PAD)
+    acc = tl.zeros([LINES, KEYS], tl.float32)
+    for first in tl.range(0, num_queries, TOKENS, num_stages=NUM_STAGES):
         token, member = first + row // GROUP_PAD, row % GROUP_PAD
-        score = _tile(
-            q_ptr + layer * q_layer_stride, pages_ptr + layer * layer_step, entries_ptr, ends_ptr, scale, token, member, head,
-            key, first_slot, length, num_queries, q_token_stride, q_head_stride, page_stride, head_stride,
-            GROUP, PAGE, DIM, DIM_PAD, PRECISION,
-        )  # fmt: skip
+        q = _queries(q_ptr, token, member, head, num_queries, q_token_stride, q_head_stride, GROUP, DIM, DIM_PAD)
+        score = _scores(q, k, ends_ptr, token, key, length, num_queries, scale, PRECISION)
         place = (layer * num_queries + token) * (HEADS * GROUP) + head * GROUP + member
         lse = tl.load(lse_ptr + place, mask=(token < num_queries) & (member < GROUP), other=float("-inf")) * 1.4426950408889634
         seen = lse > float("-inf")
         mass = tl.where(seen[:, None], tl.exp2(score - tl.where(seen, lse, 0.0)[:, None]), 0.0)
-        by_token = tl.reshape(mass, [TOKENS, GROUP_PAD, KEYS])
-        acc = tl.maximum(acc, tl.max(by_token, 0)) if MAXIMUM else acc + tl.sum(by_token, 0)
-    if BY_HEAD:
-        member = tl.arange(0, GROUP_PAD)
-        line = (layer * HEADS + head) * GROUP + member
-        mask = (member[:, None] < GROUP) & (key[None, :] < length)
-        tl.store(out_ptr + line[:, None] * length + key[None, :], acc, mask=mask)
-    else:
-        whole = tl.max(acc, 0) if MAXIMUM else tl.sum(acc, 0)
-        tl.store(out_ptr + (layer * HEADS + head) * length + key, whole, mask=key < length)
+        by_line = tl.reshape(mass, [MEMBERS // LINES, LINES, KEYS])
+        acc = tl.maximum(acc, tl.max(by_line, 0)) if MAXIMUM else acc + tl.sum(by_line, 0)
+    number = tl.arange(0, LINES)
+    line = (layer * HEADS + head) * (GROUP if BY_HEAD else 1) + number
+    mask = (number[:, None] < GROUP) & (key[None, :] < length)
+    tl.store(out_ptr + line[:, None] * length + key[None, :], acc, mask=mask)
 
 
 def paged_lse(q: Tensor, keys: PagedKeys, ends: Tensor, scale: float) -> Tensor:
@@ -141,9 +142,12 @@ def paged_columns(
     dims = num_layers, num_heads if by_head else num_kv_heads, keys.length
     out = torch.empty(dims, dtype=torch.float32, device=q.device)
     if keys.length:
+        shape = _shape(q, keys.pages)
+        alone = q.shape[1] * shape["GROUP_PAD"] <= shape["MEMBERS"]  # one tile: there is none to be fetched meanwhile
         _page_column_kernel[(triton.cdiv(keys.length, KEYS) * num_kv_heads, num_layers)](
-            *_given(q, keys, ends, lse.contiguous(), out, scale), BY_HEAD=by_head, MAXIMUM=maximum, **_shape(q, keys.pages)
-        )
+            *_given(q, keys, ends, lse.contiguous(), out, scale), BY_HEAD=by_head, MAXIMUM=maximum,
+            NUM_STAGES=1 if alone else 2, **shape,
+        )  # fmt: skip
     return out
 
 
