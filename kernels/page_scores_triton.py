@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from agentkv.kernels.overlap import follow, overlapping
+
 MODES = {"none": 0, "max": 1, "sum": 2}
 
 
@@ -31,8 +33,10 @@ def _page_kernel(
     q_row_stride, q_head_stride, bounds_stride, bounds_head_stride, bounds_side_stride, row_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, MODE: tl.constexpr, PAGES: tl.constexpr,
     COUNT: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """COUNT tiles of one row and one KV head, for all query heads of its group; the heads of a page one after another."""
+    follow(OVERLAP)
     head, block = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS
     row = tl.program_id(1).to(tl.int64)
     member, dim = tl.arange(0, GROUP_PAD), tl.arange(0, DIM_PAD)
@@ -78,5 +82,6 @@ def score_pages(
         HEADS=num_kv_heads, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)), MODE=MODES[reduce],
         PAGES=tiles.pages, COUNT=tiles.tiles, DIM=head_dim, DIM_PAD=max(16, triton.next_power_of_2(head_dim)),
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", NUM_STAGES=tiles.stages, num_warps=tiles.warps,
+        **overlapping(q.device),
     )  # fmt: skip
     return out

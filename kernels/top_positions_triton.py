@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from agentkv.kernels.overlap import follow, overlapping
+
 HELD = 16384
 """Most scores of a row that one program holds in its registers; counts of them fit 15 bits."""
 BLOCK, WARPS = 4096, 8
@@ -85,10 +87,11 @@ def _held_kernel(
     scores_ptr, counts_ptr, lens_ptr, values_ptr, out_ptr, picked_ptr, length, width, lines, row_stride, values_stride,
     protect_first, protect_last,
     HAS_COUNTS: tl.constexpr, HAS_LENS: tl.constexpr, HIGHER: tl.constexpr, PER_VALUE: tl.constexpr,
-    BLOCK: tl.constexpr, REST: tl.constexpr, WIDTH_PAD: tl.constexpr,
+    BLOCK: tl.constexpr, REST: tl.constexpr, WIDTH_PAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One row of BLOCK and REST scores: the last that is taken is looked for between the least and the greatest, two guesses
     at a time, until just as many are as great as are wanted."""
+    follow(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     held, low, high, need = _ends(counts_ptr, lens_ptr, row, length, width, protect_first, protect_last, HAS_COUNTS, HAS_LENS)
     row_ptr, out_ptr, picked_ptr = scores_ptr + row * row_stride, out_ptr + row * width, picked_ptr + row * width
@@ -159,8 +162,10 @@ def _prefix(digits_ptr, need, ROUNDS: tl.constexpr, BINS: tl.constexpr):
 def _count_kernel(
     scores_ptr, counts_ptr, lens_ptr, digits_ptr, length, width, row_stride, protect_first, protect_last,
     HAS_COUNTS: tl.constexpr, HAS_LENS: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One block of one row: how often each value of digit ROUND is among scores that have the digits before."""
+    follow(OVERLAP)
     row = tl.program_id(1).to(tl.int64)
     _, low, high, need = _ends(counts_ptr, lens_ptr, row, length, width, protect_first, protect_last, HAS_COUNTS, HAS_LENS)
     digits_ptr += row * 4 * BINS
@@ -178,9 +183,10 @@ def _count_kernel(
 @triton.jit(do_not_specialize=["length", "width"])
 def _block_kernel(
     scores_ptr, counts_ptr, lens_ptr, digits_ptr, blocks_ptr, length, width, row_stride, protect_first, protect_last,
-    HAS_COUNTS: tl.constexpr, HAS_LENS: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr,
+    HAS_COUNTS: tl.constexpr, HAS_LENS: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One block of one row: its scores above the last that is taken and, 2^32 fold, its equals."""
+    follow(OVERLAP)
     row = tl.program_id(1).to(tl.int64)
     _, low, high, need = _ends(counts_ptr, lens_ptr, row, length, width, protect_first, protect_last, HAS_COUNTS, HAS_LENS)
     least, _ = _prefix(digits_ptr + row * 4 * BINS, need, 4, BINS)
@@ -195,9 +201,10 @@ def _write_kernel(
     scores_ptr, counts_ptr, lens_ptr, values_ptr, digits_ptr, blocks_ptr, out_ptr, picked_ptr, length, width, lines, row_stride,
     values_stride, protect_first, protect_last,
     HAS_COUNTS: tl.constexpr, HAS_LENS: tl.constexpr, HIGHER: tl.constexpr, PER_VALUE: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCKS_PAD: tl.constexpr, BINS: tl.constexpr,
+    BLOCKS_PAD: tl.constexpr, BINS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One block of one row: what is taken of it."""
+    follow(OVERLAP)
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     held, low, high, need = _ends(counts_ptr, lens_ptr, row, length, width, protect_first, protect_last, HAS_COUNTS, HAS_LENS)
     least, room = _prefix(digits_ptr + row * 4 * BINS, need, 4, BINS)
@@ -235,7 +242,7 @@ def select_positions(
     picked = out if values is None else torch.empty_like(out, dtype=torch.int32 if per_value == 1 else torch.int64)
     values_of = [rows, 1, 0] if values is None else [values, max(1, len(rows) // len(values)), values.stride(0)]
     held = [rows if each is None else each.contiguous() for each in (counts, lens)]
-    ends = {"HAS_COUNTS": counts is not None, "HAS_LENS": lens is not None}
+    ends = {"HAS_COUNTS": counts is not None, "HAS_LENS": lens is not None, **overlapping(scores.device)}
     more = {"HIGHER": higher, "PER_VALUE": 0 if values is None else per_value}
     if not len(rows):
         pass
@@ -258,7 +265,9 @@ def _tiles(length: int) -> tuple[int, int, int]:
     block = triton.next_power_of_2(length)
     warps = max(1, min(16, block // 256))
     rest = max(32 * warps, triton.next_power_of_2(length - block // 2))
-    return (block // 2, rest, warps) if rest < block // 2 else (block, 0, warps)
+    if rest < block // 2:
+        return block // 2, rest, warps
+    return block, 0, 32 if block > 8192 else warps
 
 
 def _select_long(
