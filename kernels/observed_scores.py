@@ -19,6 +19,10 @@ class Observed(NamedTuple):
     lens: Tensor
     order: Tensor
 
+    def split(self, num_lines: int) -> list[Observed]:
+        """So many heads each."""
+        return [Observed(*parts) for parts in zip(*(torch.split(each, num_lines) for each in self), strict=True)]
+
     def best(self, most: int, counts: Tensor) -> tuple[Tensor, Tensor]:
         """The keys with the best scores, ties by the lower: indexes int64 `[num_kv_heads, most]`, ascending in the first
         int32 `[num_kv_heads]`, which are `counts` or as many as there are."""
@@ -56,10 +60,34 @@ def observed_scores(
     if len(q):
         given = window_scores(q[-length:], keys, scale, lens=ends, reduce="sum")
     outside = torch.arange(length, device=k.device) >= lens.unsqueeze(1)
-    scores = given.view(num_kv_heads, -1, length).masked_fill(outside.unsqueeze(1), 0)
-    if not reduce_first:
+    given = given.view(num_kv_heads, -1, length)
+    return Observed(_ranked(given, outside, kernel, pool, reduce, reduce_first), lens, order)
+
+
+def observed_columns(
+    given: Tensor,
+    older: int,
+    *,
+    kernel: int,
+    pool: Literal["avg", "max"],
+    reduce: Literal["mean", "max"] = "mean",
+    reduce_first: bool = False,
+) -> Observed:
+    """The same from the attention that keys received, of heads of several layers at once: given float32 `[num_lines, group, n]`
+    of the query heads of each line, of which the first `older` keys are scored and none is missing."""
+    num_lines, _, length = given.shape
+    outside = torch.arange(length, device=given.device).unsqueeze(0) >= older
+    lens = torch.full((num_lines,), older, dtype=torch.int32, device=given.device)
+    order = torch.arange(length, device=given.device).expand(num_lines, -1)
+    return Observed(_ranked(given, outside, kernel, pool, reduce, reduce_first), lens, order)
+
+
+def _ranked(given: Tensor, outside: Tensor, kernel: int, pool: Literal["avg", "max"], reduce: str, first: bool) -> Tensor:
+    """Scores `[num_lines, n]` of what query heads gave `[num_lines, group, n]`, -inf outside."""
+    scores = given.masked_fill(outside.unsqueeze(1), 0)
+    if not first:
         scores = pool_scores(scores, kernel, pool)
     scores = scores.mean(1) if reduce == "mean" else scores.amax(1)
-    if reduce_first:
+    if first:
         scores = pool_scores(scores, kernel, pool)
-    return Observed(scores.masked_fill(outside, -torch.inf), lens, order)
+    return scores.masked_fill(outside, -torch.inf)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -25,3 +28,25 @@ def page_bounds(pages: Tensor, entries: Tensor, bounds: Tensor, targets: Tensor,
         empty = (torch.arange(keys.shape[2], device=keys.device) >= counts.unsqueeze(1))[:, None, :, None]
         low, high = keys.masked_fill(empty, torch.inf), keys.masked_fill(empty, -torch.inf)
     bounds[targets] = torch.stack((low.amin(2), high.amax(2)), 2)
+
+
+def layer_step(layers: Sequence[Tensor]) -> int | None:
+    """Elements from one layer to the next, where all have the same strides and lie at equal distances; otherwise None."""
+    steps = {after.data_ptr() - before.data_ptr() for before, after in pairwise(layers)} or {0}
+    if len(steps) > 1 or any(each.stride() != layers[0].stride() for each in layers):
+        return None
+    return steps.pop() // layers[0].element_size()
+
+
+def layer_bounds(layers: Sequence[Tensor], entries: Tensor, bounds: Tensor, targets: Tensor) -> None:
+    """`page_bounds` of whole pages in every layer: bounds `[num_bounds, num_layers, num_kv_heads, 2, head_dim]`. Layers that
+    lie at equal distances in one memory, as those of a stripe, are one launch on a GPU."""
+    if layers[0].is_cuda and layers[0].dtype != torch.float64:
+        from agentkv.kernels.page_bounds_triton import write_layer_bounds
+
+        step = layer_step(layers)
+        if step is not None:
+            write_layer_bounds(layers[0], len(layers), step, entries, bounds, targets)
+            return
+    for layer, pages in enumerate(layers):
+        page_bounds(pages, entries, bounds[:, layer], targets)

@@ -137,13 +137,14 @@ def _plan_kernel(
 @triton.jit(do_not_specialize=["num_lines"])
 def _piece_kernel(
     q_ptr, pages_ptr, table_ptr, bias_ptr, lens_ptr, ends_ptr, pieces_ptr, part_ptr, part_lse_ptr, arrived_ptr,
-    out_ptr, lse_ptr,
+    out_ptr, lse_ptr, scores_ptr,
     scale, num_lines, q_token_stride, q_head_stride, page_stride, head_stride, row_stride, table_head_stride, bias_stride,
+    scores_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, MEMBERS_PAD: tl.constexpr, PER_HEAD: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PAGE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
     NUM_STAGES: tl.constexpr, MOST: tl.constexpr, MERGE_PAD: tl.constexpr, CHUNK: tl.constexpr,
-    COUNTERS: tl.constexpr, MERGE: tl.constexpr,
+    COUNTERS: tl.constexpr, MERGE: tl.constexpr, BY_SLOT: tl.constexpr, HAS_SCORES: tl.constexpr,
 ):  # fmt: skip
     """Pieces number pid, pid + grid, ...: each one's part of out (float32, normalised) and its log-sum-exp (base 2)."""
     MEMBERS: tl.constexpr = GROUP * QUERIES
@@ -172,12 +173,19 @@ def _piece_kernel(
         for first in tl.range(low, stop, BLOCK, num_stages=NUM_STAGES):
             token = first + tl.arange(0, BLOCK)
             live = token < stop
-            entry = tl.load(table_row + token // PAGE, mask=live, other=0).to(tl.int64)
-            place = entry * page_stride + head * head_stride + (token % PAGE) * DIM
+            entry = tl.load(table_row + (token if BY_SLOT else token // PAGE), mask=live, other=0).to(tl.int64)
+            if BY_SLOT:
+                place = entry // PAGE * page_stride + head * head_stride + (entry % PAGE) * DIM
+            else:
+                place = entry * page_stride + head * head_stride + (token % PAGE) * DIM
             offset = place[:, None] + dim[None, :]
             live_kv = live[:, None] & (dim[None, :] < DIM)
             k = tl.load(pages_ptr + offset, mask=live_kv, other=0.0)
             score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+            if HAS_SCORES:
+                line_scores = scores_ptr + (line * HEADS * GROUP + head * GROUP + member).to(tl.int64) * scores_stride
+                mask_scores = (member[:, None] < GROUP) & live[None, :]
+                tl.store(line_scores[:, None] + token[None, :], score, mask=mask_scores)
             if HAS_BIAS:
                 bias = bias_ptr + (row * HEADS + head).to(tl.int64) * bias_stride + token
                 score += tl.load(bias, mask=live, other=0.0)[None, :] * 1.4426950408889634
@@ -308,9 +316,12 @@ class Tuning(NamedTuple):
     merge: Merge = "after"
 
 
-def tuning(row_bytes: int) -> Tuning:
+def tuning(row_bytes: int, per_head: bool = False) -> Tuning:
     """What serves all shapes best on an H200 (docs/bench/tune.json): a single row needs large tiles, and many rows lose 5 to
-    7 % by them. row_bytes: of one key; where they are many, large tiles would not fit the shared memory."""
+    7 % by them. row_bytes: of one key; where they are many, large tiles would not fit the shared memory. per_head: heads that
+    hold slots of their own number hold few, and small programs, of which more fit at a time, are done with them sooner."""
+    if per_head and row_bytes <= 256:
+        return Tuning(2, 4, 64)
     return Tuning(4, 4, 128) if row_bytes <= 256 else Tuning(4, 2, 64)
 
 
@@ -324,13 +335,17 @@ def paged_decode(
     queries: int = 1,
     bias: Tensor | None = None,
     tuned: Tuning | None = None,
+    by_slot: bool = False,
+    scores: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of `queries` tokens a row over the slots that the plan names; the row's last slots are theirs.
 
     q: `[num_rows * queries, num_heads, head_dim]`, half precision or float32, last dim contiguous. pages: one layer's view
     `[num_granules, num_kv_heads, 2, page_size, head_dim]`. table: int32 `[max_rows, max_pages]`, or `[max_rows,
-    num_kv_heads, max_pages]` where every head has pages of its own. bias: float32 `[num_rows, num_kv_heads, max_len]`,
-    contiguous, added to the scaled scores.
+    num_kv_heads, max_pages]` where every head has pages of its own; by_slot: int64, names a slot in each column, see
+    `ragged_decode`. bias: float32 `[num_rows, num_kv_heads, max_len]`,
+    contiguous, added to the scaled scores. scores: float32 `[num_rows, num_heads, max_len]`, contiguous, of one query a row and
+    lines that are rows: where the scaled score of each slot is left, times log2(e).
     Returns out like q and lse `[num_tokens, num_heads]`, natural, float32; 0 and -inf for a line that holds nothing.
     """
     num_tokens, num_heads, head_dim = q.shape
@@ -343,7 +358,7 @@ def paged_decode(
     chunk = max(1, min(plan.most, 4096 // (merge_pad * dim_pad)))
     share = min(dim_pad, 32)
     if tuned is None:
-        tuned = tuning(q.shape[-1] * pages.element_size())
+        tuned = tuning(q.shape[-1] * pages.element_size(), plan.per_head)
         tuned = tuned._replace(merge="overlap") if overlapping(q.device)["OVERLAP"] else tuned
     overlap = tuned.merge == "overlap"
     items = len(plan.pieces) * (1 if plan.per_head else num_kv_heads)
@@ -355,13 +370,15 @@ def paged_decode(
     shared |= {"MOST": plan.most, **({"launch_pdl": True} if overlap else {})}
     _piece_kernel[(plan.programs,)](
         q, pages, table, q if bias is None else bias, plan.lens, plan.ends, plan.pieces, parts, part_lse, plan.arrived,
-        out, lse,
+        out, lse, lse if scores is None else scores,
         scale * 1.4426950408889634, plan.ends.numel(), q.stride(0), q.stride(1), pages.stride(0), pages.stride(1),
         table.stride(0), table.stride(1) if table.dim() == 3 else 0, 0 if bias is None else bias.stride(1),
+        0 if scores is None else scores.stride(1),
         HAS_BIAS=bias is not None,
         MEMBERS_PAD=max(16, triton.next_power_of_2(members)), PAGE=page_size, DIM_PAD=dim_pad, BLOCK=tuned.block,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", NUM_STAGES=tuned.stages, num_warps=tuned.warps,
-        MERGE_PAD=merge_pad, CHUNK=chunk, COUNTERS=COUNTERS, MERGE=tuned.merge, **shared,
+        MERGE_PAD=merge_pad, CHUNK=chunk, COUNTERS=COUNTERS, MERGE=tuned.merge, BY_SLOT=by_slot, HAS_SCORES=scores is not None,
+        **shared,
     )  # fmt: skip
     if tuned.merge != "last":
         _merge_kernel[(num_tokens, num_heads, dim_pad // share)](

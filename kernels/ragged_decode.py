@@ -6,10 +6,15 @@ All query tokens of a row see all slots: such a part lies wholly before them. Th
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from agentkv.kernels.paged_attention import paged_attention, serves
+
+if TYPE_CHECKING:
+    from agentkv.kernels.paged_decode import DecodePlan
 
 BLOCK = 256
 """Slots of one product of the twin, whatever the rows hold: so a row's bits do not depend on its batch."""
@@ -26,6 +31,8 @@ def ragged_decode(
     max_len: int,
     queries: int = 1,
     bias: Tensor | None = None,
+    plan: DecodePlan | None = None,
+    by_slot: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attention of `queries` tokens a row over the slots that each KV head of the row holds.
 
@@ -34,6 +41,8 @@ def ragged_decode(
     or `[max_rows, num_kv_heads, max_pages]` where every head has pages of its own (a table of lines, row * num_kv_heads +
     head, viewed so). rows: int64 `[num_rows]`, lines of the table. lens: int32 `[num_rows, num_kv_heads]`, slots held, on the
     device. max_len: a host bound on lens. bias: float32 `[num_rows, num_kv_heads, max_len]`, added to the scaled scores.
+    plan: the work list of these lens where a GPU reads them; None makes one. by_slot: the table is int64 and names slots, not
+    pages, one in each column: granule * page_size + slot in the page.
 
     Returns out like q and lse `[num_rows * queries, num_heads]`, natural, float32 (float64 for float64); 0 and -inf where a
     head holds nothing. Slots past a head's length are not read.
@@ -46,24 +55,33 @@ def ragged_decode(
         q.view(num_rows, queries, num_kv_heads, -1, head_dim).transpose(1, 2).reshape(num_rows, num_kv_heads, -1, head_dim)
     )
     if q.is_cuda and q.dtype != torch.float64:
-        out, lse = _on_gpu(members, pages, table, rows, lens, scale, max_len, bias)
-    elif bias is None and serves(members.flatten(0, 1), pages[:, :1]):
+        out, lse = _on_gpu(members, pages, table, rows, lens, scale, max_len, bias, plan, by_slot)
+    elif bias is None and not by_slot and serves(members.flatten(0, 1), pages[:, :1]):
         out, lse = _in_place(members, pages, table, rows, lens, scale)
     else:
-        out, lse = _in_blocks(members, pages, table[rows], lens, scale, max_len, bias)
+        out, lse = _in_blocks(members, pages, table[rows], lens, scale, max_len, bias, by_slot)
     out = out.view(num_rows, num_kv_heads, queries, -1, head_dim).transpose(1, 2).reshape(num_tokens, num_heads, head_dim)
     return out.to(q.dtype), lse.view(num_rows, num_kv_heads, queries, -1).transpose(1, 2).reshape(num_tokens, num_heads)
 
 
 def _on_gpu(
-    q: Tensor, pages: Tensor, table: Tensor, rows: Tensor, lens: Tensor, scale: float, max_len: int, bias: Tensor | None
+    q: Tensor,
+    pages: Tensor,
+    table: Tensor,
+    rows: Tensor,
+    lens: Tensor,
+    scale: float,
+    max_len: int,
+    bias: Tensor | None,
+    plan: DecodePlan | None = None,
+    by_slot: bool = False,
 ) -> tuple[Tensor, Tensor]:
     from agentkv.kernels.paged_decode import bound_pieces, paged_decode, plan_decode
 
     lens = lens.contiguous()
-    plan = plan_decode(lens, rows, bound_pieces(lens.numel(), lens.numel() * max_len))
+    plan = plan or plan_decode(lens, rows, bound_pieces(lens.numel(), lens.numel() * max_len))
     pages = pages.expand(-1, lens.shape[1], -1, -1, -1)  # of head pages: each head finds its own at the same place
-    return paged_decode(q.flatten(1, 2), pages, table, plan, scale, bias=bias)
+    return paged_decode(q.flatten(1, 2), pages, table, plan, scale, bias=bias, by_slot=by_slot)
 
 
 def _in_place(q: Tensor, pages: Tensor, table: Tensor, rows: Tensor, lens: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -78,7 +96,7 @@ def _in_place(q: Tensor, pages: Tensor, table: Tensor, rows: Tensor, lens: Tenso
 
 
 def _in_blocks(
-    q: Tensor, pages: Tensor, table: Tensor, lens: Tensor, scale: float, max_len: int, bias: Tensor | None
+    q: Tensor, pages: Tensor, table: Tensor, lens: Tensor, scale: float, max_len: int, bias: Tensor | None, by_slot: bool
 ) -> tuple[Tensor, Tensor]:
     """All rows and heads together, block by block, with a running maximum. table: `[num_rows, num_kv_heads, max_pages]`."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -90,10 +108,11 @@ def _in_blocks(
     for first in range(0, max_len, BLOCK):
         slots = torch.arange(first, first + BLOCK, device=q.device)
         hidden = slots >= lens.unsqueeze(-1)
-        entries = table[..., (slots // page_size).clamp(max=last_page)].to(torch.int64).masked_fill(hidden, 0)
-        k, v = (
-            pages[entries, heads, side, slots % page_size].to(wide).masked_fill_(hidden.unsqueeze(-1), 0) for side in (0, 1)
-        )
+        columns = (slots if by_slot else slots // page_size).clamp(max=last_page)
+        entries, offsets = table[..., columns].to(torch.int64).masked_fill(hidden, 0), slots % page_size
+        if by_slot:
+            entries, offsets = entries // page_size, entries % page_size
+        k, v = (pages[entries, heads, side, offsets].to(wide).masked_fill_(hidden.unsqueeze(-1), 0) for side in (0, 1))
         scores = torch.matmul(q, k.transpose(2, 3)) * scale
         if bias is not None:
             part = bias[..., first : first + BLOCK].to(wide)

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+LOG2_E = 1.4426950408889634
 BLOCK = 256
 """Slots of one product, whatever the rows hold: so a row's bits do not depend on its batch."""
 
@@ -58,3 +59,19 @@ def slot_mass(
         mass = scores.sub_(tops).exp_().masked_fill_(unseen, 0)
         parts.append(mass.sum(2) if reduce == "sum" else mass.amax(2))
     return torch.cat(parts, -1)[..., :max_len]
+
+
+def slot_peaks(scores: Tensor, lse: Tensor, lens: Tensor) -> Tensor:
+    """For each slot of decode rows the most that a query head gives it, exp(score - lse), from scores that attention left.
+
+    scores: float32 `[num_rows, num_heads, n]`, contiguous, scaled, times log2(e), see `paged_decode`. lse: `[num_rows,
+    num_heads]` as in `slot_mass`. lens: int32 `[num_rows]`. Returns float32 `[num_rows, n]`, 0 past a row's length.
+    """
+    if scores.is_cuda:
+        from agentkv.kernels.slot_mass_triton import peaks_of_slots
+
+        return peaks_of_slots(scores, lse, lens)
+    tops = lse.to(torch.float32).unsqueeze(-1) * LOG2_E
+    hidden = torch.arange(scores.shape[2], device=scores.device) >= lens.unsqueeze(1)
+    given = torch.exp2(scores - tops).masked_fill_(hidden.unsqueeze(1) | (tops == -torch.inf), 0)
+    return given.amax(1)

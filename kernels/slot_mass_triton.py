@@ -12,6 +12,8 @@ from torch import Tensor
 
 SLOTS = 64
 """Slots of one program."""
+PEAK_SLOTS = 128
+"""The same where scores are there already."""
 
 
 @triton.jit(do_not_specialize=["max_len"])
@@ -41,6 +43,34 @@ def _mass_kernel(
     mass = tl.where(seen[:, None] & live[None, :], mass, 0.0)
     total = tl.max(mass, 0) if MAXIMUM else tl.sum(mass, 0)
     tl.store(out_ptr + line * max_len + slot, total, mask=slot < max_len)
+
+
+@triton.jit(do_not_specialize=["length"])
+def _peak_kernel(
+    scores_ptr, lse_ptr, lens_ptr, out_ptr, length, lse_row_stride, lse_head_stride,
+    HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """SLOTS slots of one row, over all query heads."""
+    row = tl.program_id(1).to(tl.int64)
+    slot, head = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS), tl.arange(0, HEADS_PAD)
+    live = slot < tl.minimum(tl.load(lens_ptr + row), length)
+    lse_place = lse_ptr + row * lse_row_stride + head * lse_head_stride
+    lse = tl.load(lse_place, mask=head < HEADS, other=float("-inf")) * 1.4426950408889634
+    seen = (lse > float("-inf"))[:, None] & live[None, :]
+    score = tl.load(scores_ptr + (row * HEADS + head)[:, None] * length + slot[None, :], mask=seen, other=float("-inf"))
+    best = tl.max(score - tl.where(lse > float("-inf"), lse, 0.0)[:, None], 0)
+    tl.store(out_ptr + row * length + slot, tl.exp2(best), mask=slot < length)
+
+
+def peaks_of_slots(scores: Tensor, lse: Tensor, lens: Tensor) -> Tensor:
+    """As `slot_peaks`."""
+    num_rows, num_heads, length = scores.shape
+    out = torch.empty(num_rows, length, dtype=torch.float32, device=scores.device)
+    _peak_kernel[(triton.cdiv(length, PEAK_SLOTS), num_rows)](
+        scores, lse, lens, out, length, lse.stride(0), lse.stride(1),
+        HEADS=num_heads, HEADS_PAD=triton.next_power_of_2(num_heads), SLOTS=PEAK_SLOTS,
+    )  # fmt: skip
+    return out
 
 
 def mass_of_slots(

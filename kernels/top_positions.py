@@ -37,7 +37,7 @@ def top_positions(
     if scores.is_cuda and scores.dtype != torch.float64:
         from agentkv.kernels.top_positions_triton import select_positions
 
-        return select_positions(scores, width, counts, lens, protect_first, protect_last, ties == "higher")
+        return select_positions(scores, width, counts, lens, protect_first, protect_last, ties == "higher")[0]
     place = torch.arange(length, dtype=torch.int32, device=scores.device)
     if lens is None:
         lens = torch.full(scores.shape[:-1], length, dtype=torch.int32, device=scores.device)
@@ -51,6 +51,34 @@ def top_positions(
     target = torch.where(taken, taken.cumsum(-1) - 1, width)  # what is not taken goes to a place that is cut off
     out = torch.full((*scores.shape[:-1], width + 1), length, dtype=torch.int32, device=scores.device)
     return out.scatter_(-1, target, place.expand(scores.shape))[..., :width]
+
+
+def top_values(
+    scores: Tensor,
+    k: int,
+    values: Tensor,
+    *,
+    counts: Tensor,
+    lens: Tensor,
+    protect_first: int = 0,
+    protect_last: int = 0,
+    per_value: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """`top_positions` of `scores` `[num_rows, num_lines, n]`, and what the rows have there.
+
+    values: int32 `[num_rows, >= n / per_value]`, last dim contiguous: position p has `values[p]`; with per_value > 1, where
+    each value is of so many positions, int64 `values[p // per_value] * per_value + p % per_value`. Behind a line's count
+    anything.
+    """
+    width = min(k, scores.shape[2])
+    if scores.is_cuda and scores.dtype != torch.float64 and width and protect_first + protect_last <= k:
+        from agentkv.kernels.top_positions_triton import select_positions
+
+        return select_positions(scores, width, counts, lens, protect_first, protect_last, False, values, per_value)
+    chosen = top_positions(scores, k, counts=counts, lens=lens, protect_first=protect_first, protect_last=protect_last)
+    places = chosen.clamp(max=max(0, scores.shape[2] - 1)).to(torch.int64)
+    picked = values.unsqueeze(1).expand(-1, scores.shape[1], -1).gather(2, places // per_value)
+    return chosen, picked if per_value == 1 else picked.to(torch.int64) * per_value + places % per_value
 
 
 def _largest(scores: Tensor, open_: Tensor, need: Tensor, width: int, ties: str) -> Tensor:

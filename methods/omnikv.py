@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -12,12 +12,12 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from agentkv.engine.choosing import best_slots
 from agentkv.engine.preparation import Preparation
 from agentkv.engine.sparse import ModelShape, Needs, Plain, Read, SparseMethod
-from agentkv.engine.view import DeviceBatch, RowMass, Selection
+from agentkv.engine.view import AttentionView, DeviceBatch, RowMass, Selection
 from agentkv.kernels.layer_coverage import choose_observers, coverage, mean_coverage
-from agentkv.kernels.slot_mass import slot_mass
-from agentkv.kernels.top_positions import top_positions
+from agentkv.kernels.slot_mass import slot_mass, slot_peaks
 from agentkv.types import Exactness
 
 
@@ -98,29 +98,38 @@ class OmniKV(SparseMethod):
         chosen: Selection | None = batch.scratch.get("chosen")
         return None if chosen is None or self._observer(layer, len(batch.group_of)) is None else chosen
 
+    def view(self, layer: int, selection: Selection | None, batch: DeviceBatch) -> AttentionView:
+        """An observer's scores are kept, if they can be."""
+        (part,) = super().view(layer, selection, batch).parts
+        if selection is None and self._observes(layer, batch):
+            batch.scratch["record"] = []
+            part = replace(part, record=batch.scratch["record"])
+        return AttentionView((part,))
+
     def on_attention_end(
         self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None, mass: Sequence[RowMass] | None, batch: DeviceBatch
     ) -> None:
         """An observer chooses, unless no row has more than its budget."""
-        if batch.prefill or layer not in self._observers(len(batch.group_of)):
+        if not self._observes(layer, batch):
             return
         assert lse is not None
         pages, table = batch.pages(layer), batch.table_of(layer)
-        most = max(self._tokens(length) for length in table.host_lens)
-        if all(length <= self._tokens(length) for length in table.host_lens):
-            return
-        heads, _ = table.visible(pages.shape[1])
         # one number for all heads leaves their logits in order
         tops = lse if self.score == "probability" else lse.amax(1, keepdim=True).expand_as(lse)
-        lines = heads.entries, heads.rows, heads.lens
-        by_head = slot_mass(q, pages, *lines, tops, batch.scale, max_len=heads.max_slots, reduce="max")
+        recorded = batch.scratch.pop("record")
+        if recorded:
+            scores = slot_peaks(recorded[0], tops, table.lens)
+        else:
+            heads, _ = table.visible(pages.shape[1])
+            lines = heads.entries, heads.rows, heads.lens
+            scores = slot_mass(q, pages, *lines, tops, batch.scale, max_len=heads.max_slots, reduce="max").amax(1)
+        most = max(self._tokens(length) for length in table.host_lens)
         counts = torch.full_like(table.lens, most)
         if isinstance(self.budget, float):
             counts = (table.lens.double() * self.budget).ceil().clamp(min=self.sinks + self.recent).to(torch.int32)
-        slots = top_positions(
-            by_head.amax(1), most, counts=counts, lens=table.lens, protect_first=self.sinks, protect_last=self.recent
+        batch.scratch["chosen"] = best_slots(
+            scores, most, counts, table, pages.shape[1], protect_first=self.sinks, protect_last=self.recent
         )
-        batch.scratch["chosen"] = Selection(slots, torch.minimum(counts, table.lens))
 
     def small(self, length: int) -> Mapping[str, Any]:
         """The first of few layers observes."""
@@ -154,6 +163,12 @@ class OmniKV(SparseMethod):
         if isinstance(self.prepared, Observers):
             return self.prepared.layers
         return self.observers or places(num_layers)
+
+    def _observes(self, layer: int, batch: DeviceBatch) -> bool:
+        """Does the layer choose in this step?"""
+        if batch.prefill or layer not in self._observers(len(batch.group_of)):
+            return False
+        return any(length > self._tokens(length) for length in batch.table_of(layer).host_lens)
 
     def _observer(self, layer: int, num_layers: int) -> int | None:
         return self._behind(layer, self._observers(num_layers))

@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor
 
+from agentkv.engine.choosing import PageBudget
 from agentkv.engine.sparse import ModelShape, Plain, Read, SparseMethod, StateSpec
 from agentkv.engine.view import DeviceBatch, PageFill, Selection
-from agentkv.kernels.page_bounds import page_bounds
+from agentkv.kernels.page_bounds import layer_bounds
 from agentkv.kernels.page_scores import page_scores
-from agentkv.kernels.top_positions import top_positions
 from agentkv.types import Exactness
 
 
@@ -64,25 +63,21 @@ class Quest(SparseMethod):
     def on_pages(self, pages: PageFill) -> None:
         """Bounds of full pages."""
         units, targets = pages.state("bounds")
-        for layer in range(units.shape[1]):
-            page_bounds(pages.pages(layer), pages.entries, units[:, layer], targets)
+        layer_bounds([pages.pages(layer) for layer in range(units.shape[1])], pages.entries, units, targets)
 
     def select(self, layer: int, q: Tensor, q_raw: Tensor, batch: DeviceBatch) -> Selection | None:
         """The best full pages, and the newest. Where no row has more than the budget, all."""
         table = batch.table_of(layer)
-        most, size = max(table.host_lens), table.page_size
-        if batch.prefill or layer < self.dense_layers or most <= self.budget:
+        if batch.prefill or layer < self.dense_layers or max(table.host_lens) <= self.budget:
             return None
         units, places = batch.state("bounds")
-        full = (table.lens - 1) // size  # the newest page is read whatever it holds: its bounds may not be there yet
-        fit = (self.budget - (table.lens - full * size)) // size
-        lines = places.table.entries[places.table.rows, : -(-most // size)]
-        scores = page_scores(q, units[:, layer], lines, torch.zeros_like(full), full, reduce=self.reduce)
-        if self.heads == "all":
-            scores = scores.amax(1, keepdim=True)
-        held, counts = ((1 + each).unsqueeze(1).expand(scores.shape[:2]) for each in (full, torch.minimum(full, fit)))
-        pages = top_positions(scores, -(-self.budget // size), counts=counts, lens=held, protect_last=1)
-        return Selection(pages, counts, pages=True)
+        if "budget" not in batch.scratch:  # the same in every layer
+            batch.scratch["budget"] = PageBudget(table, self.budget, units.shape[2], self.heads == "each")
+            batch.scratch["lines"] = batch.scratch["budget"].lines(places.table)
+        budget: PageBudget = batch.scratch["budget"]
+        lines: Tensor = batch.scratch["lines"]
+        scores = page_scores(q, units[:, layer], lines, budget.first, budget.full, reduce=self.reduce)
+        return budget.best(scores if self.heads == "each" else scores.amax(1, keepdim=True))
 
     def small(self, length: int) -> Mapping[str, Any]:
         """One dense layer, since small models have few."""

@@ -32,7 +32,18 @@ ALLOWED = {
     "cli": {"server", "check", "bench", "world", "runtime", "client", "tools", "types"},
     "integrations": {"runtime", "client", "types"},
 }
-ENGINE_PARTS_FOR_METHODS = {"core", "form", "sparse", "observing", "view", "tables", "sealed", "cache", "preparation"}
+ENGINE_PARTS_FOR_METHODS = {
+    "core",
+    "form",
+    "sparse",
+    "observing",
+    "choosing",
+    "view",
+    "tables",
+    "sealed",
+    "cache",
+    "preparation",
+}
 LEAVES = {"types", "errors", "dialogue", "constraint"}
 
 # third-party package -> the only places that may import it

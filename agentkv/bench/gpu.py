@@ -28,6 +28,7 @@ from agentkv.bench.gpu_rows import Rig, Row, kernel_rows
 from agentkv.bench.mixed_rows import mixed_rows
 from agentkv.bench.prefill_row import prefill_rows
 from agentkv.bench.prefill_run import run_rows
+from agentkv.bench.selection_rows import selection_rows
 from agentkv.errors import BadRequest
 
 Tell = Callable[[str], None]
@@ -39,7 +40,7 @@ NOT_BUILT = ("Qwen3-30B-A3B FP8, decode at 128K, the largest batch against dense
 
 def all_rows() -> list[Row]:
     """In the order in which they are measured."""
-    kernels = [*kernel_rows(), *dequant_rows(), *prefill_rows()]
+    kernels = [*kernel_rows(), *selection_rows(), *dequant_rows(), *prefill_rows()]
     decodes = [*step_rows(), *against_rows(), *mixed_rows(), *batch_rows()]
     return [*kernels, *decodes, *run_rows(), *added_rows(), *continuation_rows(), *crossover.crossover_rows()]
 

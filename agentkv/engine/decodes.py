@@ -35,7 +35,11 @@ def attend_rows(q: Tensor, part: Part, table: RowTable, batch: DeviceBatch, scal
         return decode_attention(q, pages, table.decode_plan, scale)
     from agentkv.kernels.paged_decode import paged_decode  # needs triton, which a CPU-only platform may lack
 
-    return paged_decode(q, pages, table.entries, table.work, scale)
+    scores = None
+    if part.record is not None and own and all(count == 1 for count in counts):
+        scores = torch.empty(*q.shape[:2], max(table.host_lens), dtype=torch.float32, device=q.device)
+        part.record.append(scores)
+    return paged_decode(q, pages, table.entries, table.work, scale, scores=scores)
 
 
 def attend_beside(
@@ -65,12 +69,14 @@ def attend_heads(q: Tensor, part: Part, table: HeadTable, batch: DeviceBatch, sc
         return _attend_coded(q, part, payload, table.by_row(_page_size(payload)).by_query(counts, False), batch, scale)
     bias = _bias(part, table.lens.shape[1], table.max_slots)
     rows, lens, queries = table.rows, table.lens, counts[0]
+    plan = table.work if q.is_cuda and q.dtype != torch.float64 and len(set(counts)) == 1 else None
     if any(count != queries for count in counts):
         rows, lens, queries = batch.owners, lens[batch.owners], 1
         bias = None if bias is None else bias[batch.owners]
     return ragged_decode(
-        q, payload.pages, table.entries, rows, lens, scale, max_len=table.max_slots, queries=queries, bias=bias
-    )
+        q, payload.pages, table.entries, rows, lens, scale, max_len=table.max_slots, queries=queries, bias=bias, plan=plan,
+        by_slot=table.by_slot,
+    )  # fmt: skip
 
 
 def _attend_biased(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -11,12 +11,14 @@ from torch import Tensor
 
 from agentkv.engine.form import Held
 from agentkv.engine.sparse import Keep, Kept, Most, Needs, SparseMethod
-from agentkv.kernels.observed_scores import Observed, observed_scores
+from agentkv.kernels.observed_scores import Observed, observed_columns, observed_scores
 from agentkv.types import Exactness
 
 if TYPE_CHECKING:
     from agentkv.engine.sealed import SealJob
 
+_AT_ONCE = 128 << 20
+"""Bytes of what query heads gave to keys that are looked at together."""
 _WIDEST = 1025  # scores around one; a pool takes time by its width
 
 
@@ -88,17 +90,31 @@ class Observing(SparseMethod):
 
     def seal(self, job: SealJob) -> Kept:
         """The best of each layer by what the last queries attend to."""
-        seal, scale, layers = job.work.seal, job.shape.scale, []
-        how: dict[str, Any] = {name: getattr(self, name) for name in ("kernel", "pool", "reduce", "reduce_first")}
+        seal, shape, rounds = job.work.seal, job.shape, []
         assert seal is not None
-        for layer in range(job.shape.num_layers):
-            found = job.candidates(layer)
-            older = found.valid & (found.positions < seal.floor)
-            held = None if found.whole else found.valid
-            observed = observed_scores(job.queries(layer), found.k, held, older, scale, **how)
-            layers.append(observed.best(seal.slots, self.counts(observed, seal.slots)))
-        indices, counts = zip(*layers, strict=True)
-        return Kept(torch.stack(indices), torch.stack(counts))
+        for observed in self._observed(job, seal.floor):
+            layers = observed.split(shape.num_kv_heads)
+            rounds.append(observed.best(seal.slots, torch.cat([self.counts(layer, seal.slots) for layer in layers])))
+        indices, counts = (torch.cat(each) for each in zip(*rounds, strict=True))
+        return Kept(indices.view(shape.num_layers, shape.num_kv_heads, -1), counts.view(shape.num_layers, -1))
+
+    def _observed(self, job: SealJob, floor: int) -> Iterator[Observed]:
+        """By heads of all layers in order: of several layers together where the job says what they were given, or of one."""
+        shape, runs = job.shape, job.work.runs
+        how: dict[str, Any] = {name: getattr(self, name) for name in ("kernel", "pool", "reduce", "reduce_first")}
+        step = max(1, _AT_ONCE // (4 * shape.num_heads * max(1, sum(end - start for start, end in runs))))
+        for first in range(0, shape.num_layers, step):
+            layers = range(first, min(first + step, shape.num_layers))
+            given = job.observed(layers)
+            if given is not None:
+                older = sum(max(0, min(end, floor) - start) for start, end in runs)
+                yield observed_columns(given.view(len(layers) * shape.num_kv_heads, -1, given.shape[2]), older, **how)
+                continue
+            for layer in layers:
+                found = job.candidates(layer)
+                older_ones = found.valid & (found.positions < floor)
+                held = None if found.whole else found.valid
+                yield observed_scores(job.queries(layer), found.k, held, older_ones, shape.scale, **how)
 
     def identity(self, length: int) -> Mapping[str, Any]:
         """See SparseMethod."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from agentkv.engine.core import RowWork
 from agentkv.engine.sparse import ModelShape
+from agentkv.kernels.place_rows import place_rows
 
 
 class QueryWindow:
@@ -47,12 +48,12 @@ class QueryWindow:
         """What the row asked so far is done with."""
         self._counts[row] = 0
 
-    def newest(self, row: int, layer: int, most: int) -> Tensor:
-        """The row's last queries, at most `most`, oldest first: `[w, num_heads, head_dim]`."""
-        ring, count = self._ring[row, layer], self._counts[row]
+    def newest(self, row: int, layers: range, most: int) -> Tensor:
+        """The row's last queries of some layers, at most `most`, oldest first: `[num_layers, w, num_heads, head_dim]`."""
+        ring, count = self._ring[row, layers.start : layers.stop], self._counts[row]
         turn = count % self.size
-        known = ring[:count] if count < self.size else torch.cat((ring[turn:], ring[:turn]))
-        return known[max(0, len(known) - most) :]
+        known = ring[:, :count] if count < self.size else torch.cat((ring[:, turn:], ring[:, :turn]), 1)
+        return known[:, max(0, known.shape[1] - most) :]
 
     def rows(self, tokens: Tensor, rows: Tensor, places: Tensor) -> QueryRows:
         """Where a batch's queries go, int64 each: tokens of the batch, their rows, and the places in their rings."""
@@ -69,4 +70,4 @@ class QueryRows(NamedTuple):
 
     def keep(self, layer: int, q: Tensor) -> None:
         """Keep them of the batch's rotated queries `[num_tokens, num_heads, head_dim]`."""
-        self.ring[:, layer][self.rows, self.places] = q[self.tokens]
+        place_rows(self.ring[:, layer], self.rows, self.places, q, self.tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from agentkv.engine.tables import RowTable
 from agentkv.engine.view import AttentionView, DeviceBatch, PagedKV, Part, RowMass
 from agentkv.kernels.received_mass import received_mass
 from agentkv.kernels.slot_mass import slot_mass
+
+if TYPE_CHECKING:
+    from agentkv.kernels.page_columns_triton import PagedKeys
 
 
 def received(
@@ -77,6 +80,11 @@ def _of_rows(
     for index, span in enumerate(batch.rows):
         counted = _counted(span.position, span.end - span.start, window)
         queries, tops = (_pick(each[span.start : span.end], counted) for each in (q, lse))
+        keys = _paged(part, index) if q.is_cuda and q.dtype != torch.float64 and counted else None
+        if keys is not None:
+            last = _pick(torch.arange(span.start - span.end + 1, 1, dtype=torch.int32, device=q.device), counted)
+            masses.append(_columns(queries, keys, tops, last * own + keys.length, scale, reduce))
+            continue
         k, lens, bias = _keys(part, index, q.dtype)
         num_kv_heads, length, _ = k.shape
         if not length or not counted:
@@ -87,6 +95,23 @@ def _of_rows(
         bias = None if bias is None else bias[:, :length].expand(num_kv_heads, -1)
         masses.append(received_mass(queries, k, tops, ends, scale, lens=lens, bias=bias, reduce=reduce))
     return masses
+
+
+def _paged(part: Part, index: int) -> PagedKeys | None:
+    """A row's keys where they lie, if they lie in pages of its own and none is hidden."""
+    if not isinstance(part.payload, PagedKV) or not isinstance(part.table, RowTable) or part.bias is not None:
+        return None
+    from agentkv.kernels.page_columns_triton import PagedKeys  # it needs triton
+
+    table, first = part.table, part.table.first_slots[index]
+    entries = table.entries[table.host_rows[index], first // table.page_size :]
+    return PagedKeys(part.payload.pages, 0, entries, first % table.page_size, table.host_lens[index] - first)
+
+
+def _columns(q: Tensor, keys: PagedKeys, lse: Tensor, ends: Tensor, scale: float, reduce: Literal["sum", "max"]) -> Tensor:
+    from agentkv.kernels.page_columns_triton import paged_columns
+
+    return paged_columns(q.unsqueeze(0), keys, lse.unsqueeze(0), ends, scale, maximum=reduce == "max")[0]
 
 
 def _counted(position: int, count: int, window: tuple[int, int] | None) -> list[tuple[int, int]]:

@@ -84,6 +84,12 @@ class SealJob(Protocol):
         or as many as have been forwarded since the last seal, where those are fewer."""
         ...
 
+    def observed(self, layers: range) -> Tensor | None:
+        """Attention that these queries give to each candidate, by layer and query head, summed over the queries: float32
+        `[num_layers, num_heads, n]`. None where it is not read from the pages: for that the candidates are those of the tail
+        alone, on a GPU, with a query at least."""
+        ...
+
     def items(self, name: str) -> Tensor:
         """Items of slot state that belong to the candidates, in their order: `[*shape with the candidates at SLOT]`. State of
         the tail alone has items of the tail's tokens alone, sealed state of the sealed slots alone."""

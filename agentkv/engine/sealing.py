@@ -18,6 +18,7 @@ from agentkv.engine.sealed_pages import SealedUnits
 from agentkv.engine.sparse import Kept
 from agentkv.engine.work import SealWork
 from agentkv.errors import EngineFault
+from agentkv.kernels.page_bounds import layer_step
 
 _CHUNK_BYTES = 64 << 20
 """Most bytes of K and V that are read before they are written."""
@@ -87,7 +88,23 @@ class PagedSealJob:
         if self._window is None or self.work.row is None:
             dims = (0, self.shape.num_heads, self.shape.head_dim)
             return torch.empty(dims, dtype=self._pages.dtype, device=self._device)
-        return self._window.newest(self.work.row, layer, most)
+        return self._window.newest(self.work.row, range(layer, layer + 1), most)[0]
+
+    def observed(self, layers: range) -> Tensor | None:
+        """See `sealed.SealJob`."""
+        pages = [self._pages.layer(layer) for layer in layers]
+        step = layer_step(pages)
+        if self._num_front or self._window is None or self.work.row is None or not self._pages.arena.is_cuda or step is None:
+            return None
+        queries = self._window.newest(self.work.row, layers, self._served.method.needs.query_window)[:, -self.num_tail :]
+        if not queries.numel() or pages[0].dtype == torch.float64:
+            return None
+        from agentkv.kernels.page_columns_triton import PagedKeys, paged_columns, paged_lse  # they need triton
+
+        keys = PagedKeys(pages[0], step, self._tail_units, self._tails[0].first % self._tail_page, self.num_tail)
+        last = torch.arange(1 - queries.shape[1], 1, dtype=torch.int32, device=self._device)
+        ends, scale = last + self.num_tail, self.shape.scale
+        return paged_columns(queries, keys, paged_lse(queries, keys, ends, scale), ends, scale, by_head=True)
 
     def items(self, name: str) -> Tensor:
         """See `sealed.SealJob`."""
@@ -179,6 +196,10 @@ class PagedSealJob:
         parts = [torch.arange(start, end, dtype=torch.int32, device=self._device) for start, end in self.work.runs]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int32, device=self._device)
 
+    @cached_property
+    def _tail_units(self) -> Tensor:
+        return self._pages.send(self._tails[0].units)
+
     @property
     def _tail_page(self) -> int:
         return self._pages.groups[0].page_size
@@ -192,7 +213,7 @@ class PagedSealJob:
             return None
         tail, size = self._tails[0], self._tail_page
         slots = torch.arange(tail.first, tail.stop, device=self._device)
-        units = self._pages.send(tail.units)[slots // size - tail.first // size]
+        units = self._tail_units[slots // size - tail.first // size]
         k = units * self.lines.granule + slots % size * self.lines.vector
         return _Places(k, k + size * self.lines.vector, slots)
 

@@ -20,12 +20,14 @@ class Selection:
 
     slots: int32 `[num_rows, (num_kv_heads,) count]`, ascending, slots of each row's tail (pages of it where `pages`); what lies
     behind `lens` is ignored. lens: int32 `[num_rows, (num_kv_heads)]`: slots, or pages. A page that is not full is the row's
-    last, so ascending order puts it last in the list.
+    last, so ascending order puts it last in the list. table: the same as attention reads it, where that was made with the
+    choice.
     """
 
     slots: Tensor
     lens: Tensor
     pages: bool = False
+    table: HeadTable | None = None
 
 
 def selected_pages(selection: Selection, table: RowTable, num_kv_heads: int, page_size: int) -> tuple[HeadTable, Tensor | None]:

@@ -181,12 +181,16 @@ class HeadTable:
     entries: int32 `[num_rows, num_kv_heads, max_pages]` on the device, granules, or `[num_rows, max_pages]` where heads share
     their pages; columns past a line's length may hold anything. lens: int32 `[num_rows, num_kv_heads]` on the device, slots
     held. max_slots: most slots of a line, known on the host; host_slots: the same by row, () where each may have the most.
+    like: a table whose lines hold as many slots, line by line. by_slot: entries are int64 and name slots, one in each column:
+    granule * page_size + slot in the page.
     """
 
     entries: Tensor
     lens: Tensor
     max_slots: int
     host_slots: tuple[int, ...] = ()
+    like: HeadTable | None = None
+    by_slot: bool = False
 
     @property
     def bounds(self) -> tuple[int, ...]:
@@ -196,7 +200,17 @@ class HeadTable:
     @cached_property
     def rows(self) -> Tensor:
         """int64 `[num_rows]`: the lines of `entries` in order."""
-        return torch.arange(len(self.lens), device=self.lens.device)
+        return self.like.rows if self.like else torch.arange(len(self.lens), device=self.lens.device)
+
+    @cached_property
+    def work(self) -> DecodePlan:
+        """Pieces of the lines for decode on a GPU; those of `like`, if there is one."""
+        if self.like:
+            return self.like.work
+        from agentkv.kernels.paged_decode import bound_pieces, plan_decode
+
+        lens = self.lens.contiguous()
+        return plan_decode(lens, self.rows, bound_pieces(lens.numel(), sum(self.bounds) * lens.shape[1]))
 
     def by_row(self, page_size: int) -> RowTable:
         """The same where heads share their pages and hold the same slots: those of the first head."""

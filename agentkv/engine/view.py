@@ -55,12 +55,15 @@ class Part:
     float32 `[num_rows, 1 or num_kv_heads, >= max_len]`, or None; not for the step's own tokens in prefill. positions: int64
     `[num_rows, >= max_len]`, the logical position of each slot, where the payload turns keys as they are read (None: slot s is
     at s).
+    record: a list that gets the scaled scores of decode rows with one query each, times log2(e), float32 `[num_rows, num_heads,
+    max_len]`, where the kernel can leave them; otherwise it stays empty.
     """
 
     payload: PagedKV | QuantizedPages | LowRankPages
     table: RowTable | HeadTable
     bias: Tensor | None = None
     positions: Tensor | None = None
+    record: list[Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +202,8 @@ class DeviceBatch:
             raise TypeError(
                 "a selection is of decode rows with one token each: in prefill and beside guesses all slots are read"
             )
+        if selection.table is not None:
+            return Part(PagedKV(pages), selection.table)
         if selection.pages:
             return Part(PagedKV(pages), *selected_pages(selection, table, pages.shape[1], pages.shape[3]))
         compact, heads, hiding = selected_slots(selection, table, pages)

@@ -182,3 +182,10 @@ def test_it_needs_few_packages() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "--minutes" in done.stdout
+
+
+def test_page_scores_are_measured_with_the_rest_of_the_layer(tmp_path: Path) -> None:
+    (row,) = gpu.run_gpu(out=tmp_path, device="cpu", tiny=True, repeats=2, rows="page scores")["rows"]
+    assert row["bytes"] == 2 * ((128 - 1) // 16) * 2 * 16 * 4  # two rows of so many whole pages before the newest, in float32
+    assert row["value"] == pytest.approx(row["bytes"] / row["median_us"] / 1e6 / row["ceiling"]["value"])
+    assert min(row["best_us"], row["attention_us"], row["layer_us"]) > 0

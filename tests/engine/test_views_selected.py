@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from torch import Tensor
 from view_scene import SCALE, Row, Scene, brute, picked
 
 from agentkv.engine.attention import attend
+from agentkv.engine.choosing import PageBudget, slot_table
 from agentkv.engine.received import received
+from agentkv.engine.tables import HeadTable
 from agentkv.engine.view import AttentionView, Selection
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -80,6 +83,49 @@ def test_a_selection_may_leave_out_the_newest_page_or_everything(pages: bool) ->
     seen[1, :3] = False
     assert (got.out - out)[seen].abs().max() <= 1e-12
     assert (got.lse - lse)[seen].abs().max() <= 1e-12
+
+
+def test_slots_are_read_where_they_lie() -> None:
+    """The table of a choice beside what its slots are; in every head the same."""
+    scene = Scene([Row(1, 30), Row(1, 3), Row(1, 300)], False, seed=5)
+    table = scene.batch.table_of(0)
+    selection, slots = choose(scene, 1, False, 40, 5)
+    held, size = table.entries[table.rows].to(torch.int64), scene.page_size
+    places = selection.slots.clamp(max=held.shape[1] * size - 1).to(torch.int64)
+    names = held.gather(1, places // size) * size + places % size
+    ready = replace(selection, table=slot_table(names, selection.lens, table, scene.num_kv_heads))
+    got = attend(scene.q, AttentionView((scene.batch.part(0, ready),)), scene.batch, SCALE, lse=True)
+    out, lse = brute(scene, [picked(scene, slots)], tail=False)
+    assert got.lse is not None
+    assert (got.out - out).abs().max() <= 1e-12
+    assert (got.lse - lse).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize(("budget", "by_head"), [(4, True), (13, True), (40, False), (999, True)])
+def test_a_budget_of_pages_is_the_newest_and_the_best_that_fit(budget: int, by_head: bool) -> None:
+    scene = Scene([Row(1, 30), Row(1, 3), Row(1, 300), Row(1, 8)], False, seed=6)
+    table, size = scene.batch.table_of(0), scene.page_size
+    scores = torch.randn(4, 2 if by_head else 1, 75, generator=scene.random, dtype=torch.float64).round(decimals=1)
+    budgets = PageBudget(table, budget, 2, by_head)
+    chosen = budgets.best(scores)
+    slots = []
+    for row, lines in zip(scene.rows, scores.tolist(), strict=True):
+        full = (row.tail - 1) // size
+        room = (budget - (row.tail - full * size)) // size
+        best = [sorted(sorted(range(full), key=lambda page, line=line: (-line[page], page))[:room]) for line in lines]
+        pages = [[*each, full] for each in best]
+        read = [[at for page in each for at in range(page * size, min(page * size + size, row.tail))] for each in pages]
+        assert all(len(each) <= budget for each in read)
+        slots.append(read if by_head else read * 2)
+    first, second = (scene.batch.part(0, each) for each in (chosen, budgets.best(scores)))
+    assert isinstance(first.table, HeadTable)
+    assert isinstance(second.table, HeadTable)
+    assert first.table.like is second.table.like
+    out, lse = brute(scene, [picked(scene, slots)], tail=False)
+    got = attend(scene.q, AttentionView((first,)), scene.batch, SCALE, lse=True)
+    assert got.lse is not None
+    assert (got.out - out).abs().max() <= 1e-12
+    assert (got.lse - lse).abs().max() <= 1e-12
 
 
 def some(count: int) -> Selection:

@@ -125,6 +125,40 @@ def test_linear_of_few_tokens(
         assert made.index("prefetch.global.L2") < made.index("griddepcontrol.wait") < made.index("cp.async.cg")
 
 
+def test_selection(built: dict[str, str]) -> None:
+    from agentkv.kernels.page_bounds_triton import write_layer_bounds
+    from agentkv.kernels.page_columns_triton import PagedKeys, paged_columns, paged_lse
+    from agentkv.kernels.page_scores_triton import score_pages
+    from agentkv.kernels.paged_decode import paged_decode, plan_decode
+    from agentkv.kernels.place_rows_triton import write_rows
+    from agentkv.kernels.slot_mass_triton import peaks_of_slots
+    from agentkv.kernels.top_positions_triton import select_positions
+
+    q, pages, bounds = torch.zeros(2, 32, 128, dtype=BF16), paged()[0], torch.zeros(64, 8, 2, 128, dtype=BF16)
+    lens, heads, place = (torch.zeros(*dims, dtype=torch.int32) for dims in ((2,), (2, 8), (4,)))
+    write_layer_bounds(pages, 2, 0, place.long(), bounds.unsqueeze(1), place.long())
+    score_pages(q, bounds, torch.zeros(2, 512, dtype=torch.int32), lens, lens, "max")
+    assert "mma.sync" in built["_page_kernel"]
+    assert "cp.async" in built["_page_kernel"]
+    for length, lines in ((8194, 8), (131104, 1)):
+        scores, values = torch.zeros(2, lines, length), torch.zeros(2, length, dtype=torch.int32)
+        select_positions(scores, 256, heads[:, :lines], heads[:, :lines], 0, 1, False, values, 17 - lines)
+    assert {"_held_kernel", "_count_kernel", "_block_kernel", "_write_kernel"} <= built.keys()
+    plan = plan_decode(heads, torch.arange(2), 40)
+    paged_decode(q, pages, torch.zeros(2, 4096, dtype=torch.int64), plan, 0.1, by_slot=True)
+    assert "cp.async" in built["_piece_kernel"]
+    paged_decode(q, pages, paged()[1], plan_decode(lens, torch.arange(2), 40), 0.1, scores=torch.zeros(2, 32, 256))
+    assert "cp.async" in built["_piece_kernel"]
+    keys, queries = PagedKeys(pages, 0, place.long(), 0, 60), torch.zeros(3, 32, 32, 128, dtype=BF16)
+    lse = paged_lse(queries, keys, torch.zeros(32, dtype=torch.int32), 0.1)
+    paged_columns(queries, keys, lse, torch.zeros(32, dtype=torch.int32), 0.1, by_head=True)
+    assert "wgmma" in built["_page_lse_kernel"]
+    assert "wgmma" in built["_page_column_kernel"]
+    peaks_of_slots(torch.zeros(2, 32, 256), torch.zeros(2, 32), lens)
+    write_rows(torch.zeros(2, 32, 32, 128, dtype=BF16), place.long(), place.long(), q, place.long())
+    assert {"_bounds_kernel", "_peak_kernel", "_place_kernel"} <= built.keys()
+
+
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("biased", [False, True])
 def test_decode_over_codes(built: dict[str, str], bits: int, biased: bool) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from agentkv.kernels.observed_scores import observed_scores
+from agentkv.kernels.observed_scores import observed_columns, observed_scores
 from agentkv.kernels.reference import observe
+from agentkv.kernels.window_scores import window_scores
 
 
 def all_of(num_kv_heads: int, length: int, window: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -23,6 +26,20 @@ def test_equal_attention_is_spread_evenly() -> None:
     assert plain[6:].tolist() == [-torch.inf] * 2
     pooled = observed_scores(q, k, held, older, 1.0, kernel=5, pool="avg").scores[0, :6]
     torch.testing.assert_close(pooled / (1 / 7 + 1 / 8), torch.tensor([0.6, 0.8, 1, 1, 0.8, 0.6]))
+
+
+@pytest.mark.parametrize("pool", ["avg", "max"])
+@pytest.mark.parametrize("reduce", ["mean", "max"])
+@pytest.mark.parametrize("reduce_first", [False, True])
+def test_several_layers_at_once_are_each_alone(pool: Any, reduce: Any, reduce_first: bool) -> None:
+    q, k = torch.randn(3, 4, 4, 8, dtype=torch.float64), torch.randn(3, 2, 30, 8, dtype=torch.float64)
+    how = {"kernel": 3, "pool": pool, "reduce": reduce, "reduce_first": reduce_first}
+    _, older = all_of(2, 30, 6)
+    alone = [observed_scores(q[layer], k[layer], None, older, 0.4, **how) for layer in range(3)]
+    given = torch.stack([window_scores(q[layer], k[layer], 0.4, reduce="sum") for layer in range(3)])
+    together = observed_columns(given.view(6, 2, 30), 24, **how)
+    for layer, mine in zip(alone, together.split(2), strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(layer, mine, strict=True))
 
 
 @pytest.mark.parametrize("pool", ["avg", "max"])

@@ -71,6 +71,22 @@ def test_equals_loops(by_head: bool, queries: int, dtype: torch.dtype, tolerance
 
 
 @pytest.mark.parametrize("by_head", [False, True])
+def test_slots_by_name_are_those_of_a_page_each(by_head: bool) -> None:
+    """Any slots of any pages, in any order: the same as if each lay in a page of one."""
+    part = Part(torch.float64, by_head, 2)
+    num_pages, num_heads, _, size, dim = part.pages.shape
+    generator = torch.Generator().manual_seed(5)
+    names = torch.stack([torch.randperm(num_pages * size, generator=generator)[:300] for _ in range(10)])
+    names = names.view(5, 2, 300) if by_head else names[:5]
+    single = part.pages.permute(0, 3, 1, 2, 4).reshape(-1, num_heads, 2, 1, dim)
+    lines = (part.rows, part.lens, SCALE)
+    want = ragged_decode(part.q, single, names.to(torch.int32), *lines, max_len=300, queries=2)
+    with NoWaiting():
+        got = ragged_decode(part.q, part.pages, names, *lines, max_len=300, queries=2, by_slot=True)
+    assert all(torch.equal(mine, other) for mine, other in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("by_head", [False, True])
 def test_bias(by_head: bool) -> None:
     bias = made(3, 2, 300)
     bias[1, 0, :270] = -torch.inf  # a whole block is hidden

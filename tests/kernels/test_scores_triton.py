@@ -9,11 +9,11 @@ import torch
 from devices import CUDA, numpy_scalars, only_interpreted, only_without_gpu, pass_interpreted
 
 from agentkv.kernels.gather_slots import gather_heads, move_head_slots
-from agentkv.kernels.page_bounds import page_bounds
+from agentkv.kernels.page_bounds import layer_bounds, layer_step, page_bounds
 from agentkv.kernels.page_scores import page_scores
 from agentkv.kernels.ragged_decode import ragged_decode
 from agentkv.kernels.received_mass import received_mass
-from agentkv.kernels.slot_mass import slot_mass
+from agentkv.kernels.slot_mass import slot_mass, slot_peaks
 from agentkv.kernels.top_positions import top_positions
 from agentkv.kernels.window_scores import window_ends, window_scores
 
@@ -56,8 +56,39 @@ def columns(dtype: torch.dtype, size: int) -> None:
         assert far(mine, want) < 1e-4 * max(1.0, float(want.max()))
 
 
+def paged_columns(dtype: torch.dtype, size: int) -> None:
+    """Keys where they lie, of three layers at once, from the middle of a page on; queries that fill a tile, and more."""
+    from agentkv.kernels import page_columns_triton as module
+
+    stripes = made(20 * size, 3, 2, 2, 4, 12, dtype=dtype).to(DEVICE)
+    layers, places = stripes.unbind(1), torch.randperm(20 * size, generator=torch.Generator().manual_seed(1))
+    step = layer_step(layers)
+    assert step is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "SPAN", 64)
+        for length, first, window in ((70 * size, 3, 9), (33, 0, 2)):
+            keys = module.PagedKeys(layers[0], step, places.to(DEVICE), first, length)
+            slots = torch.arange(first, first + length)
+            held = stripes.cpu()[places[slots // 4], :, :, 0, slots % 4].permute(1, 2, 0, 3)
+            q, ends = made(3, window, 6, 12, dtype=dtype), window_ends(window, 1, length, None, torch.device("cpu"))[0]
+            given = (ends.contiguous().to(DEVICE), 0.3)
+            summed = module.paged_columns(
+                q.to(DEVICE), keys, module.paged_lse(q.to(DEVICE), keys, *given), *given, by_head=True
+            )
+            for layer in range(3):
+                assert far(summed[layer], window_scores(q[layer].double(), held[layer].double(), 0.3, reduce="sum")) < 1e-4
+            lse, ends = made(3, window, 6) + 4, torch.arange(window, dtype=torch.int32) * length // window
+            lse[1, 1, 2] = -torch.inf
+            for op in ("sum", "max"):
+                mine = module.paged_columns(q.to(DEVICE), keys, lse.to(DEVICE), ends.to(DEVICE), 0.3, maximum=op == "max")
+                for layer in range(3):
+                    own = (q[layer].double(), held[layer].double(), lse[layer].double(), ends, 0.3)
+                    want = received_mass(*own, reduce=op)
+                    assert far(mine[layer], want) < 1e-4 * max(1.0, float(want.max()))
+
+
 def bounds(dtype: torch.dtype, size: int) -> None:
-    from agentkv.kernels.page_bounds_triton import write_bounds
+    from agentkv.kernels.page_bounds_triton import write_bounds, write_layer_bounds
     from agentkv.kernels.page_scores_triton import score_pages
 
     num_pages = 7 * size
@@ -69,6 +100,15 @@ def bounds(dtype: torch.dtype, size: int) -> None:
         write_bounds(pages.to(DEVICE), entries.to(DEVICE), mine, targets.to(DEVICE), held)
         page_bounds(pages, entries, state, targets, counts)
         assert torch.equal(mine.cpu(), state)
+    stripes = made(num_pages, 3, 2, 2, 12, 10, dtype=dtype).to(DEVICE)
+    layers, mine = stripes.unbind(1), torch.zeros(num_pages + 2, 3, 2, 2, 10, dtype=dtype, device=DEVICE)
+    step = layer_step(layers)
+    assert step == stripes.stride(1)
+    write_layer_bounds(layers[0], 3, step, entries.to(DEVICE), mine, targets.to(DEVICE))
+    want = torch.zeros(mine.shape, dtype=dtype)
+    layer_bounds([each.cpu() for each in layers], entries, want, targets)
+    assert torch.equal(mine.cpu(), want)
+    assert layer_step([layers[0], layers[2], layers[1]]) is None
     q, table = made(2, 6, 10, dtype=dtype), torch.randint(0, num_pages, (2, 5 * size), dtype=torch.int32)
     table[1, 4:] = -1
     given = (q, state, table, ints(0, 1), ints(5 * size, 3))
@@ -78,23 +118,33 @@ def bounds(dtype: torch.dtype, size: int) -> None:
 
 
 def positions(dtype: torch.dtype, size: int) -> None:
-    """Rows of more than one block of the kernel where size is large."""
-    from agentkv.kernels.top_positions_triton import select_positions
+    """Rows that a program holds in one tile or two, and longer ones; of more than one block where size is large."""
+    import triton
 
-    scores = (made(5, 50 * size) * 4).round().to(dtype)  # many ties
-    scores[0, :3] = torch.tensor([-0.0, torch.nan, torch.inf], dtype=dtype)
-    scores[1] = -torch.inf
-    scores[2] = 0
-    whole, some = (None, None), (ints(0, 3, 9, 1, 20), ints(50 * size, 2, 6, 0, 30))
-    runs = [
-        (0, 0, 20, whole, "lower"), (3, 4, 20, some, "higher"), (0, 1, 20, some, "lower"),
-    ]  # fmt: skip
-    for first, last, width, own, ties in runs:
-        counts, lens = own
-        want = top_positions(scores, width, counts=counts, lens=lens, protect_first=first, protect_last=last, ties=ties)
-        counts, lens = (None if each is None else each.to(DEVICE) for each in own)
-        mine = select_positions(scores.to(DEVICE), width, counts, lens, first, last, ties == "higher")
-        assert torch.equal(mine.cpu(), want)
+    from agentkv.kernels import top_positions_triton as module
+
+    for length in (50 * size, 1100):
+        scores = (made(5, length) * 4).round().to(dtype)  # many ties
+        scores[0, :3] = torch.tensor([-0.0, torch.nan, torch.inf], dtype=dtype)
+        scores[1] = -torch.inf
+        scores[2] = 0
+        whole, some = (None, None), (ints(0, 3, 9, 1, 20), ints(length, 2, 6, 0, 30))
+        values = torch.randint(1 << 30, (1, length + 3), dtype=torch.int32)
+        for first, last, (counts, lens), ties in ((0, 0, whole, "lower"), (3, 4, some, "higher"), (0, 1, some, "lower")):
+            want = top_positions(scores, 20, counts=counts, lens=lens, protect_first=first, protect_last=last, ties=ties)
+            own = (None if each is None else each.to(DEVICE) for each in (counts, lens))
+            given = (scores.to(DEVICE), 20, *own, first, last, ties == "higher")
+            there, places = want < length, want[want < length].long()
+            for most, block in ((module.HELD, module.BLOCK), (8, length // 3)):
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(module, "HELD", most)
+                    patch.setattr(module, "BLOCK", triton.next_power_of_2(block))
+                    assert torch.equal(module.select_positions(*given)[0].cpu(), want)
+                    mine, picked = module.select_positions(*given, values.to(DEVICE))
+                    assert torch.equal(mine.cpu(), want)
+                    assert torch.equal(picked.cpu()[there], values[0][places])
+                    picked = module.select_positions(*given, values.to(DEVICE), 3)[1]
+                    assert torch.equal(picked.cpu()[there], values[0][places // 3].long() * 3 + places % 3)
 
 
 def copies(dtype: torch.dtype, size: int) -> None:
@@ -118,6 +168,19 @@ def copies(dtype: torch.dtype, size: int) -> None:
             held = None if lens is None else lens.to(DEVICE)
             mine_kv = read_slots(source.to(DEVICE), entries.to(DEVICE), 19 * size, held)
             assert all(torch.equal(got.cpu(), each) for got, each in zip(mine_kv, want, strict=True))
+
+
+def rows(dtype: torch.dtype, size: int) -> None:
+    from agentkv.kernels.place_rows_triton import write_rows
+
+    ring, source = made(3, 2, 5 * size, 6, 10, dtype=dtype), made(7 * size, 6, 12, dtype=dtype)[..., :10]
+    tokens, places = torch.arange(7 * size)[-2 * size :], torch.randperm(5 * size)[: 2 * size]
+    lines = torch.arange(2 * size) % 3
+    mine = ring.to(DEVICE)
+    write_rows(mine[:, 1], lines.to(DEVICE), places.to(DEVICE), source.to(DEVICE), tokens.to(DEVICE))
+    for line, place, token in zip(lines.tolist(), places.tolist(), tokens.tolist(), strict=True):
+        ring[line, 1, place] = source[token]
+    assert torch.equal(mine.cpu(), ring)
 
 
 def decode(dtype: torch.dtype, size: int) -> None:
@@ -145,6 +208,35 @@ def decode(dtype: torch.dtype, size: int) -> None:
             assert far(lse, want_lse) < 1e-4
             if bias is None:
                 mass(q, pages, table, rows, lens, want_lse, longest)
+        named(made(3, 4, 12, dtype=dtype), pages, table, lens, longest)
+
+
+def named(q: torch.Tensor, pages: torch.Tensor, table: torch.Tensor, lens: torch.Tensor, longest: int) -> None:
+    """The same slots by name, in another order of columns."""
+    from agentkv.kernels import ragged_decode as module
+    from agentkv.kernels.paged_decode import paged_decode, plan_decode
+    from agentkv.kernels.slot_mass_triton import peaks_of_slots
+
+    order = torch.randperm(longest)
+    names = (table.long().unsqueeze(-1) * 16 + torch.arange(16)).flatten(-2)[..., :longest][..., order]
+    lines = torch.arange(3)
+    want, want_lse = ragged_decode(q.double(), pages.double(), names, lines, lens, 0.3, max_len=longest, by_slot=True)
+    heads = names if names.dim() == 3 else names.unsqueeze(1).expand(-1, 2, -1)
+    given = [each.to(DEVICE) for each in (q.view(3, 2, -1, 12), pages, heads, lines, lens)]
+    out, lse = module._on_gpu(*given, 0.3, longest, None, by_slot=True)
+    assert far(out.view(q.shape), want) < (2e-2 if q.dtype == torch.bfloat16 else 2e-5)
+    assert far(lse.view(want_lse.shape), want_lse) < 1e-4
+    if table.dim() == 3:
+        return
+    scores, whole = torch.full((3, 4, longest), torch.nan, device=DEVICE), lens[:, 0].contiguous()
+    given = [each.to(DEVICE) for each in (q, pages, table, whole, lines)]
+    plan = plan_decode(given[3], given[4], 300)
+    _, lse = paged_decode(*given[:3], plan, 0.3, scores=scores)
+    all_heads = whole.unsqueeze(1).expand(-1, 2)
+    mass_of = slot_mass(q.double(), pages.double(), table, lines, all_heads, lse.cpu(), 0.3, max_len=longest, reduce="max")
+    want = mass_of.amax(1)
+    assert far(slot_peaks(scores, lse, given[3]), want) < 1e-4
+    assert far(peaks_of_slots(scores, lse, given[3]), want) < 1e-4
 
 
 def mass(q: torch.Tensor, *given: object) -> None:
@@ -160,7 +252,7 @@ def mass(q: torch.Tensor, *given: object) -> None:
         assert far(mass_of_slots(*placed, 0.3, longest, op == "max"), want) < 1e-5
 
 
-CASES = [columns, bounds, positions, copies, decode]
+CASES = [columns, paged_columns, bounds, positions, copies, rows, decode]
 
 
 @only_interpreted

@@ -114,6 +114,9 @@ class Job:
         positions = torch.arange(k.shape[1], dtype=torch.int32).expand(k.shape[:2])
         return Candidates(lambda part: k, positions, torch.ones_like(positions, dtype=torch.bool), 0)
 
+    def observed(self, layers: range) -> None:
+        return None
+
     def queries(self, layer: int) -> Tensor:
         return torch.ones(1, len(self.given), 1, dtype=torch.float64)
 
