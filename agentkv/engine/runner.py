@@ -16,7 +16,7 @@ from agentkv.engine.forms import query_window, serve, widths
 from agentkv.engine.graphs import CudaDevice, Graphs
 from agentkv.engine.limits import Limits
 from agentkv.engine.loader import LoadedModel
-from agentkv.engine.logprobs import Scored, score
+from agentkv.engine.logprobs import NOBODY, Scored, score
 from agentkv.engine.pages import KVPages
 from agentkv.engine.query_window import QueryWindow
 from agentkv.engine.sampler import sample
@@ -225,7 +225,7 @@ class StepDrawn:
         plan: Plan | None = None,
         works: Sequence[RowWork] = (),
         drawn: Fetched | None = None,
-        scored: Scored | None = None,
+        scored: Scored = NOBODY,
     ) -> None:
         self._batch, self._plan, self._works, self._drawn, self._scored = batch, plan, works, drawn, scored
         draws = plan.draws if plan is not None else ()
@@ -236,8 +236,7 @@ class StepDrawn:
         tokens: list[int | None] = [None] * len(self._batch.rows)
         if self._plan is None or self._drawn is None:
             return tokens
-        if self._scored is not None:
-            self._scored.tell()
+        self._scored.tell()
         plan = self._plan
         for (index, i), work, token in zip(plan.draws, self._works, self._drawn.tolist(), strict=True):
             if i:

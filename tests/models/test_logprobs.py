@@ -21,7 +21,7 @@ def work(**options: Any) -> RowWork:
 def test_equal_logits_stand_in_order_of_id_and_rows_that_do_not_ask_have_none() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 0.0]]).expand(3, 4)
     works = [work(), work(logprobs=True, top_logprobs=20), work(logprobs=True)]
-    score(logits, torch.tensor([0, 3, 1]), works)
+    score(logits, torch.tensor([0, 3, 1]), works).tell()
     want = logits[0].double().log_softmax(0).tolist()
     assert works[0].score is None
     assert works[1].score is not None
@@ -67,9 +67,9 @@ def test_scores_do_not_depend_on_penalties_or_neighbours() -> None:
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(1))
     tokens = torch.tensor([4, 5, 6, 7])
     alone = work(logprobs=True, top_logprobs=5)
-    score(logits[2:3], tokens[2:3], [alone])
+    score(logits[2:3], tokens[2:3], [alone]).tell()
     altered = work(logprobs=True, top_logprobs=5, presence_penalty=2.0, logit_bias={6: -50}, temperature=0.3)
     altered.history = History([1, 6], 1)
     works = [work(), work(logprobs=True, top_logprobs=20), altered, work(logprobs=True)]
-    score(logits, tokens, works)
+    score(logits, tokens, works).tell()
     assert altered.score == alone.score
