@@ -5,6 +5,7 @@ from __future__ import annotations
 from ast import literal_eval
 from dataclasses import fields
 from importlib import import_module
+from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -28,6 +29,9 @@ NAMES: dict[str, str] = {
     "streamingllm": "agentkv.methods.streamingllm:StreamingLLM",
 }
 """Name -> "module:Class"."""
+
+LARGEST = 2**31 - 1
+"""Of whole numbers in options: what an int32 on a device holds."""
 
 
 def resolve(name: str) -> type[SparseMethod]:
@@ -96,8 +100,14 @@ def check_types(method: SparseMethod) -> None:
 
 
 def _typed(kind: type[SparseMethod], name: str, option: str, value: Any) -> Any:
-    """The value, if it is of the option's type (a whole number is a float, too); a list as a tuple."""
+    """The value, if it is of the option's type (a whole number is a float, too) and its numbers are within bounds; a list as a
+    tuple."""
     value = tuple(value) if isinstance(value, list) else value
+    for number in value if isinstance(value, tuple) else (value,):
+        if isinstance(number, int) and abs(number) > LARGEST:
+            raise BadRequest(f"method {name!r}: {option}={value!r}: whole numbers are at most {LARGEST:,}", param=option)
+        if isinstance(number, float) and not isfinite(number):
+            raise BadRequest(f"method {name!r}: {option}={value!r}: give a finite number", param=option)
     try:
         wanted = get_type_hints(kind)[option]
         if get_origin(wanted) is Literal:  # one of some values: the class says it better

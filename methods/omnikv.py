@@ -134,9 +134,14 @@ class OmniKV(SparseMethod):
 
     def reference(self, plain: Plain, layer: int) -> Read:
         """Scores of each query head one by one, sorted in Python."""
-        observer, length = self._observer(layer, len(plain.k)), len(plain.k[layer])
-        budget = self._tokens(length + 1)
-        if observer is None or budget > length:
+        layers, length = len(plain.k), len(plain.k[layer])
+        named = self.prepared.layers if isinstance(self.prepared, Observers) else self.observers
+        named = named or tuple(int(layers * part / 32) for part in (2, 8, 18))
+        observer = max((each for each in named if each <= layer), default=layer)
+        budget = self.budget
+        if isinstance(budget, float):
+            budget = max(self.sinks + self.recent, ceil((length + 1) * budget))
+        if observer + self.wait >= layer or budget > length:
             return super().reference(plain, layer)
         k, query = torch.cat([plain.k[observer], plain.own[observer][0].unsqueeze(0)]), plain.query[observer]
         group, scores = len(query) // k.shape[1], [-torch.inf] * (length + 1)

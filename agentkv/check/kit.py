@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from agentkv.check import company, declared, lives, reading
+from agentkv.check import company, declared, lives, pruning, reading
 from agentkv.check.models import opened
 from agentkv.check.outcome import Failed, Outcome, Skipped
 from agentkv.check.scene import Case
@@ -28,7 +28,8 @@ CHECKS: Mapping[str, Check] = {
         lives.fork,
         lives.rollback,
         lives.suspend,
-        reading.prune,
+        pruning.prune,
+        pruning.uneven,
         lives.abort,
         company.batched,
         company.several,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from agentkv.engine.sealed import SealJob
 
 _WIDEST = 1025  # scores around one; a pool takes time by its width
+_MOST = 1024  # queries that are kept of each row, in all layers
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,8 @@ class Observing(SparseMethod):
     exactness: ClassVar[Exactness] = "lossy"
 
     def __post_init__(self) -> None:
-        if self.window < 1:
-            raise ValueError(f"window={self.window}: give 1 or more")
+        if not 1 <= self.window <= _MOST:
+            raise ValueError(f"window={self.window}: give 1 to {_MOST}")
         if self.capacity <= self.window:
             raise ValueError(f"capacity={self.capacity}: give more than window={self.window}, which it includes")
         if not 1 <= self.kernel <= _WIDEST or self.kernel % 2 == 0:
