@@ -88,7 +88,7 @@ def configured(kind: type[SparseMethod], name: str, **options: Any) -> SparseMet
         hint = f"Known: {', '.join(known)}" if known else f"{name} has no options"
         raise UnknownOption(f"method {name!r} has no option {unknown[0]!r}", hint=hint, param=unknown[0])
     try:
-        return kind(**{key: _typed(kind, name, key, value) for key, value in options.items()})
+        return kind(**{key: typed(kind, name, key, value) for key, value in options.items()})
     except (TypeError, ValueError) as error:
         raise BadRequest(f"method {name!r}: {error}", param="method") from None
 
@@ -96,12 +96,12 @@ def configured(kind: type[SparseMethod], name: str, **options: Any) -> SparseMet
 def check_types(method: SparseMethod) -> None:
     """BadRequest where an instance has an option of another type than it declares."""
     for each in fields(method):
-        _typed(type(method), type(method).__name__, each.name, getattr(method, each.name))
+        typed(type(method), type(method).__name__, each.name, getattr(method, each.name))
 
 
-def _typed(kind: type[SparseMethod], name: str, option: str, value: Any) -> Any:
+def typed(kind: Any, name: str, option: str, value: Any) -> Any:
     """The value, if it is of the option's type (a whole number is a float, too) and its numbers are within bounds; a list as a
-    tuple."""
+    tuple. kind: a class or function, which has the option. BadRequest."""
     value = tuple(value) if isinstance(value, list) else value
     for number in value if isinstance(value, tuple) else (value,):
         if isinstance(number, int) and abs(number) > LARGEST:
