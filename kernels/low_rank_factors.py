@@ -18,8 +18,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Prepared:
-    """A file of factors, in memory. digest: of all that is in it; model: fingerprint of the model they were cut from. group_dim:
-    dims of a group of heads; rank: of the factors, the most there is. eps: of the norm of keys. tensors: see `write_prepared`."""
+    """A file of factors, in memory. digest: of all that is in it; model: fingerprint of the model they were cut from.
+    group_dim: dims of a group of heads; rank: of the factors, the most there is. eps: of the norm of keys. tensors: as in
+    `write_prepared`."""
 
     path: str = field(repr=False, compare=False)
     tensors: Mapping[str, Tensor] = field(repr=False, compare=False)
@@ -131,6 +132,7 @@ def _digest(tensors: Mapping[str, Tensor], said: Mapping[str, Any]) -> str:
 @lru_cache(maxsize=8)
 def factors(prepared: Prepared, ranks: tuple[int, int], device: torch.device, dtype: torch.dtype) -> Factors:
     """The leading ranks of keys and values, on a device."""
+
     def there(tensor: Tensor) -> Tensor:
         return tensor.to(device, dtype).contiguous()
 

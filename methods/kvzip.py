@@ -76,7 +76,7 @@ class KVzip(SparseMethod):
         for name in ("prefix", "prefix_later", "suffix"):
             ids = tuple(getattr(self, name))
             if any(not isinstance(each, int) or isinstance(each, bool) or each < 0 for each in ids) or len(ids) > _LONGEST:
-                raise ValueError(f"{name}: token ids, at most {_LONGEST}, not {str(ids):.80}")
+                raise ValueError(f"{name}: token ids, at most {_LONGEST}, not {ids!s:.80}")
             object.__setattr__(self, name, ids)
 
     @property

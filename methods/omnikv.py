@@ -65,7 +65,8 @@ class OmniKV(SparseMethod):
         if self.observers and self.prepared is not None:
             raise ValueError("observers and prepared: give one of them")
         if isinstance(self.prepared, str):
-            object.__setattr__(self, "prepared", read_observers(self.prepared))  # so that the fingerprint says what is in the file
+            # so that the fingerprint says what is in the file
+            object.__setattr__(self, "prepared", read_observers(self.prepared))
 
     @property
     def needs(self) -> Needs:

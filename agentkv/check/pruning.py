@@ -41,7 +41,9 @@ def uneven(case: Case) -> str:
     scene, ids = case.scene(watcher=eyes), case.ids(1)
     first = scene.turn(ids, "a", new=2)
     floor = scene.state("a").floor
-    by_head = [{each.position for each in head if each.exact} for _, heads in eyes.reads[-config.num_layers :] for head in heads]
+    by_head = [
+        {each.position for each in head if each.exact} for _, heads in eyes.reads[-config.num_layers :] for head in heads
+    ]
     span, (least, most) = _widest([{at for at in head if at < floor} for head in by_head], floor)
     if most - least < 2:
         raise Skipped("no prune takes more of one head than of another")

@@ -29,8 +29,8 @@ class Projection(NamedTuple):
 
 
 class Preparation:
-    """One loaded model. shape: what methods know of it; window: its most tokens. frequency: float32 `[head_dim / 2]`, by how much a position turns; eps:
-    of its norms."""
+    """One loaded model. shape: what methods know of it; window: its most tokens. frequency: float32 `[head_dim / 2]`, by how
+    much a position turns; eps: of its norms."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded

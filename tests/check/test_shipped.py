@@ -10,6 +10,7 @@ from agentkv.check.models import TINY, opened, tiny
 from agentkv.check.subject import ready, subjects
 from agentkv.engine.loader import LoadedModel
 
+
 def failures(name: str, loaded: LoadedModel) -> dict[str, str]:
     (method,) = subjects(name, {})
     with ready(method, loaded) as mine:

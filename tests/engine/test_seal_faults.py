@@ -95,7 +95,6 @@ def test_a_chain_stands_at_its_last_boundary(loaded: LoadedModel) -> None:
 
 def test_a_prune_that_fails_in_a_step_ends_its_own_sequence(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(loaded, [SparseMethod(), Stumbles()])
-    idle = scene.finish(scene.start(ids(40), "idle"))[0]
     edits = (Edit(26, ((2, 6),)),)
     inner: Callable[..., int] = scene.runner.seal
 
@@ -106,8 +105,11 @@ def test_a_prune_that_fails_in_a_step_ends_its_own_sequence(loaded: LoadedModel,
 
     monkeypatch.setattr(scene.runner, "seal", fails)
     scene.finish(scene.start(ids(25, 3), "c", form=1, new=1))
+    beside = scene.start(ids(30, 5), new=12)
+    scene.steps(2)
     unlucky = scene.start([*ids(25, 3), *ids(9, 4)], "c", form=1, edits=edits)
     while scene.llm.has_work:
         scene.llm.step()
     assert isinstance(unlucky.fault, EngineFault)
-    assert scene.finish(scene.start([*ids(40), *idle.ids, 5], "idle"))[0].cached == 40 + len(idle.ids) - 1
+    assert beside.fault is None
+    assert beside.num_generated == 12
