@@ -5,6 +5,7 @@ from __future__ import annotations
 from ast import literal_eval
 from dataclasses import fields
 from importlib import import_module
+from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -28,6 +29,9 @@ NAMES: dict[str, str] = {
     "streamingllm": "agentkv.methods.streamingllm:StreamingLLM",
 }
 """Name -> "module:Class"."""
+
+LARGEST = 2**31 - 1
+"""Of whole numbers in options: what an int32 on a device holds."""
 
 
 def resolve(name: str) -> type[SparseMethod]:
@@ -84,7 +88,7 @@ def configured(kind: type[SparseMethod], name: str, **options: Any) -> SparseMet
         hint = f"Known: {', '.join(known)}" if known else f"{name} has no options"
         raise UnknownOption(f"method {name!r} has no option {unknown[0]!r}", hint=hint, param=unknown[0])
     try:
-        return kind(**{key: _typed(kind, name, key, value) for key, value in options.items()})
+        return kind(**{key: typed(kind, name, key, value) for key, value in options.items()})
     except (TypeError, ValueError) as error:
         raise BadRequest(f"method {name!r}: {error}", param="method") from None
 
@@ -92,12 +96,18 @@ def configured(kind: type[SparseMethod], name: str, **options: Any) -> SparseMet
 def check_types(method: SparseMethod) -> None:
     """BadRequest where an instance has an option of another type than it declares."""
     for each in fields(method):
-        _typed(type(method), type(method).__name__, each.name, getattr(method, each.name))
+        typed(type(method), type(method).__name__, each.name, getattr(method, each.name))
 
 
-def _typed(kind: type[SparseMethod], name: str, option: str, value: Any) -> Any:
-    """The value, if it is of the option's type (a whole number is a float, too); a list as a tuple."""
+def typed(kind: Any, name: str, option: str, value: Any) -> Any:
+    """The value, if it is of the option's type (a whole number is a float, too) and its numbers are within bounds; a list as a
+    tuple. kind: a class or function, which has the option. BadRequest."""
     value = tuple(value) if isinstance(value, list) else value
+    for number in value if isinstance(value, tuple) else (value,):
+        if isinstance(number, int) and abs(number) > LARGEST:
+            raise BadRequest(f"method {name!r}: {option}={value!r}: whole numbers are at most {LARGEST:,}", param=option)
+        if isinstance(number, float) and not isfinite(number):
+            raise BadRequest(f"method {name!r}: {option}={value!r}: give a finite number", param=option)
     try:
         wanted = get_type_hints(kind)[option]
         if get_origin(wanted) is Literal:  # one of some values: the class says it better

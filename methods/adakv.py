@@ -72,18 +72,21 @@ class AdaKV(Observing):
     def reference(self, plain: Plain, layer: int) -> Read:
         """Scores one by one, sorted in Python."""
         k, v = plain.k[layer], plain.v[layer]
-        scores = observe(plain.q[layer], k, plain.scale, self.window, self.kernel, self.pool, self.reduce, self.reduce_first)
-        every, older = range(len(k)), range(max(0, len(k) - self.window))
+        every = range(len(k) - plain.decoded)
+        how = (self.window, self.kernel, self.pool, self.reduce, self.reduce_first)
+        scores = observe(plain.q[layer][: len(every)], k[: len(every)], plain.scale, *how)
+        older, mean = every[: -self.window], self.capacity - self.window
         ranks = [[at for _, at in sorted((-score, at) for at, score in enumerate(mine))] for mine in scores]
         sure = max(1, int(self.capacity * self.safeguard)) - self.window if self.safeguard and self.allocation == "floor" else 0
         safe = [set(rank[: max(0, sure)]) for rank in ranks]
         rest = [(-scores[head][at], head, at) for head in range(len(scores)) for at in older if at not in safe[head]]
-        won = [head for _, head, _ in sorted(rest)[: len(scores) * self._share - sum(map(len, safe))]]
+        won = [head for _, head, _ in sorted(rest)[: len(scores) * mean - sum(map(len, safe))]]
         positions = []
         for head, rank in enumerate(ranks):
             count = len(safe[head]) + won.count(head)
             if self.allocation == "blend":
-                count = round(count * (1 - self.safeguard) + int(self._share * self.safeguard))
+                count = round(count * (1 - self.safeguard) + int(mean * self.safeguard))
             chosen = {*rank[:count], *every[-self.window :]}
-            positions.append([at for at in every if at in chosen or len(k) <= self.capacity])
+            kept = [at for at in every if at in chosen or len(every) <= self.capacity]
+            positions.append([*kept, *range(len(every), len(k))])
         return Read(positions, *([x[seen, head] for head, seen in enumerate(positions)] for x in (k, v)))

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from agentkv.engine.sealed import SealJob
 
 _PAGE = 16
+_LEAST = 1e-6
 _DEAD = -1.0
 """The score of a token that was evicted and still lies in its slot; real scores are sums of probabilities."""
 
@@ -56,8 +57,8 @@ class H2O(SparseMethod):
 
     def __post_init__(self) -> None:
         for name, value in (("heavy", self.heavy), ("recent", self.recent)):
-            if isinstance(value, bool) or not (value >= 1 if isinstance(value, int) else 0 < value < 1):
-                raise ValueError(f"{name}={value!r}: tokens, at least 1, or a share of the prompt between 0.0 and 1.0")
+            if isinstance(value, bool) or not (value >= 1 if isinstance(value, int) else _LEAST <= value < 1):
+                raise ValueError(f"{name}={value!r}: tokens, at least 1, or a share of the prompt, {_LEAST} to 1.0")
         if isinstance(self.heavy, int) is not isinstance(self.recent, int):
             raise ValueError(f"heavy={self.heavy!r}, recent={self.recent!r}: both are tokens, or both are shares")
         if isinstance(self.heavy, float) and self.heavy + self.recent >= 1:
@@ -167,20 +168,37 @@ class H2O(SparseMethod):
         """See SparseMethod."""
         return {"heavy": length, "recent": length}
 
+    def small(self, length: int) -> Mapping[str, Any]:
+        """A seal during the answer, too."""
+        return {"interval": 8}
+
     def reference(self, plain: Plain, layer: int) -> Read:
-        """Scores query by query, sorted in Python."""
-        q, k, v = plain.q[layer], plain.k[layer], plain.v[layer]
-        given = probabilities(q, k, plain.scale, range(1, len(k) + 1))
+        """Scores query by query and token by token, sorted in Python."""
+        k, v, length = plain.k[layer], plain.v[layer], len(plain.k[layer]) - plain.decoded
+        given = probabilities(plain.q[layer][:length], k[:length], plain.scale, range(1, length + 1))
         if self.window:
-            given = given[:, [i for i in range(len(k)) if i % self.stride >= self.stride - self.window]]
+            given = given[:, [i for i in range(length) if i % self.stride >= self.stride - self.window]]
         heavy, recent = self.heavy, self.recent
         if isinstance(heavy, float):
-            heavy = max(1, int(heavy * len(k)))
+            heavy = max(1, int(heavy * length))
             recent = max(1, int(heavy * (self.recent / self.heavy)))
-        first, positions = max(0, len(k) - int(recent)), []
-        for scores in given.sum(1).view(k.shape[1], -1, len(k)).sum(1).tolist():
-            best = sorted(range(first), key=lambda at, scores=scores: (-scores[at], at))  # type: ignore[misc]
-            positions.append([*sorted(best[: int(heavy)]), *range(first, len(k))])
+        group, positions = len(given) // k.shape[1], []
+        for head, scores in enumerate(given.sum(1).view(k.shape[1], group, length).sum(1).tolist()):
+            kept, floor = list(range(length)), 0
+            for count in range(length, len(k) + 1):
+                tail = count - floor
+                if self.eviction == "step" or tail > (recent + self.interval - 1 if floor else heavy + recent):
+                    floor = count - int(recent)
+                    best = sorted((at for at in kept if at < count - recent), key=lambda at: (-scores[at], at))
+                    kept = sorted([*best[: int(heavy)], *(at for at in kept if at >= count - recent)])
+                if count < len(k):
+                    kept.append(count)
+                    scores.append(0.0)
+                    queries = plain.q[layer][count, head * group : (head + 1) * group].double()
+                    received = torch.softmax(queries @ k[kept, head].double().T * plain.scale, 1).sum(0)
+                    for at, more in zip(kept, received.tolist(), strict=True):
+                        scores[at] += more
+            positions.append(kept)
         return Read(positions, *([x[seen, head] for head, seen in enumerate(positions)] for x in (k, v)))
 
     def _budget(self, tokens: int, standing: int = 0) -> tuple[int, int]:

@@ -135,7 +135,9 @@ class KIVI(SparseMethod):
     def reference(self, plain: Plain, layer: int) -> Read:
         """Group by group, number by number."""
         k, v = (x[layer].double().clone() for x in (plain.k, plain.v))
-        floor, dim = self._floor(len(k)), k.shape[2]
+        dim, size = k.shape[2], self.residual if self.schedule == "blocks" else self.group
+        least = 0 if self.schedule == "blocks" else self.residual  # that stay
+        floor = next(at for at in range(0, len(k) + size, size) if len(k) - at < least + size)
         for head in range(k.shape[1]):
             for start in range(0, floor, self.group):
                 for channel in range(dim):

@@ -25,6 +25,9 @@ from agentkv.types import Exactness
 if TYPE_CHECKING:
     from agentkv.engine.sealed import SealJob
 
+_SHORTEST, _LONGEST = 8, 1024
+"""Tokens of a chunk, each of which is a pass of the model; and of a part of the instruction."""
+
 
 @dataclass(frozen=True)
 class KVzip(SparseMethod):
@@ -61,17 +64,19 @@ class KVzip(SparseMethod):
     def __post_init__(self) -> None:
         if not 0 < self.keep_ratio <= 1:
             raise ValueError(f"keep_ratio={self.keep_ratio}: above 0, at most 1")
-        for name, least in (("chunk", 1), ("sinks", 0), ("system", 0), ("lead_in", 0)):
+        for name, least in (("chunk", _SHORTEST), ("sinks", 0), ("system", 0), ("lead_in", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)}: tokens, at least {least}")
+        if self.lead_in > self.chunk:
+            raise ValueError(f"lead_in={self.lead_in}: tokens of a chunk={self.chunk}, no more")
         if self.scope not in ("model", "layer", "token"):
             raise ValueError(f"scope={self.scope!r}: model, layer or token")
         if self.softmax not in ("chunk", "all"):
             raise ValueError(f"softmax={self.softmax!r}: chunk or all")
         for name in ("prefix", "prefix_later", "suffix"):
             ids = tuple(getattr(self, name))
-            if any(not isinstance(each, int) or each < 0 for each in ids):
-                raise ValueError(f"{name}: token ids, not {ids}")
+            if any(not isinstance(each, int) or isinstance(each, bool) or each < 0 for each in ids) or len(ids) > _LONGEST:
+                raise ValueError(f"{name}: token ids, at most {_LONGEST}, not {ids!s:.80}")
             object.__setattr__(self, name, ids)
 
     @property
@@ -108,7 +113,7 @@ class KVzip(SparseMethod):
 
     def replay_most(self, prompt: int) -> int:
         """The longer instruction and a chunk."""
-        asked = max(len(self.prefix), len(self.prefix_later) + self.lead_in)
+        asked = max(len(self.prefix), len(self.prefix_later) + min(self.lead_in, prompt))
         return 0 if self.keep_ratio == 1 else asked + len(self.suffix) + min(prompt, self.chunk)
 
     def replay(self, held: Held, token_ids: Sequence[int]) -> tuple[tuple[int, ...], ...]:
@@ -182,7 +187,8 @@ class KVzip(SparseMethod):
 
     def reference(self, plain: Plain, layer: int) -> Read:
         """Scores query by query, sorted in Python."""
-        num_kv_heads, total = plain.k[0].shape[1], len(plain.k[0])
+        num_kv_heads, held = plain.k[0].shape[1], len(plain.k[0])
+        total = held - plain.decoded
         found: list[tuple[float, int, int, int]] = []  # (-score, layer, head, position)
         for at, keys in enumerate(plain.k):
             best = torch.zeros(num_kv_heads, total, dtype=torch.float64)
@@ -204,7 +210,8 @@ class KVzip(SparseMethod):
         kept = {each[1:] for each in sorted(found)[: len(found) - int(len(found) * (1 - self.keep_ratio) + 1e-6)]}
         if self.scope == "token":
             kept = {(layer, head, j) for _, _, j in kept for head in range(num_kv_heads)}
-        positions = [sorted(j for at, h, j in kept if (at, h) == (layer, head)) for head in range(num_kv_heads)]
+        of_heads = [sorted(j for at, h, j in kept if (at, h) == (layer, head)) for head in range(num_kv_heads)]
+        positions = [[*each, *range(total, held)] for each in of_heads]
         return Read(positions, *([x[layer][seen, head] for head, seen in enumerate(positions)] for x in (plain.k, plain.v)))
 
     def _kept(self, floor: int, slots: int, mean: int) -> Keep:

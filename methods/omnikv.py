@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
@@ -13,20 +12,12 @@ import torch
 from torch import Tensor
 
 from agentkv.engine.choosing import best_slots
-from agentkv.engine.preparation import Preparation
+from agentkv.engine.preparation import Observers, Preparation, check_observers, read_observers, write_observers
 from agentkv.engine.sparse import ModelShape, Needs, Plain, Read, SparseMethod
 from agentkv.engine.view import AttentionView, DeviceBatch, RowMass, Selection
 from agentkv.kernels.layer_coverage import choose_observers, coverage, mean_coverage
 from agentkv.kernels.slot_mass import slot_mass, slot_peaks
 from agentkv.types import Exactness
-
-
-@dataclass(frozen=True)
-class Observers:
-    """Layers that were found to be good observers of one model. model: its fingerprint."""
-
-    model: str
-    layers: tuple[int, ...]
 
 
 def places(num_layers: int) -> tuple[int, ...]:
@@ -62,7 +53,7 @@ class OmniKV(SparseMethod):
     exactness: ClassVar[Exactness] = "lossy"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "observers", tuple(self.observers))
+        object.__setattr__(self, "observers", check_observers(self.observers))
         for name, value, least in (("wait", self.wait, 0), ("sinks", self.sinks, 0), ("recent", self.recent, 1)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}={value!r}: an int of {least} or more")
@@ -71,12 +62,11 @@ class OmniKV(SparseMethod):
             raise ValueError(f"budget={budget!r}: tokens, at least sinks + recent = {least}, or a share of 0.0 to 1.0")
         if self.score not in ("probability", "logit"):
             raise ValueError(f"score={self.score!r}: 'probability' or 'logit'")
-        if list(self.observers) != sorted(set(self.observers)) or any(layer < 0 for layer in self.observers):
-            raise ValueError(f"observers={self.observers}: layers from 0 on, ascending")
         if self.observers and self.prepared is not None:
             raise ValueError("observers and prepared: give one of them")
         if isinstance(self.prepared, str):
-            object.__setattr__(self, "prepared", _read(self.prepared))  # so that the fingerprint says what is in the file
+            # so that the fingerprint says what is in the file
+            object.__setattr__(self, "prepared", read_observers(self.prepared))
 
     @property
     def needs(self) -> Needs:
@@ -143,9 +133,14 @@ class OmniKV(SparseMethod):
 
     def reference(self, plain: Plain, layer: int) -> Read:
         """Scores of each query head one by one, sorted in Python."""
-        observer, length = self._observer(layer, len(plain.k)), len(plain.k[layer])
-        budget = self._tokens(length + 1)
-        if observer is None or budget > length:
+        layers, length = len(plain.k), len(plain.k[layer])
+        named = self.prepared.layers if isinstance(self.prepared, Observers) else self.observers
+        named = named or tuple(int(layers * part / 32) for part in (2, 8, 18))
+        observer = max((each for each in named if each <= layer), default=layer)
+        budget = self.budget
+        if isinstance(budget, float):
+            budget = max(self.sinks + self.recent, ceil((length + 1) * budget))
+        if observer + self.wait >= layer or budget > length:
             return super().reference(plain, layer)
         k, query = torch.cat([plain.k[observer], plain.own[observer][0].unsqueeze(0)]), plain.query[observer]
         group, scores = len(query) // k.shape[1], [-torch.inf] * (length + 1)
@@ -204,28 +199,17 @@ def prepare(
     num_layers = model.shape.num_layers
     usual = places(num_layers)
     full = usual[0] + len(usual) if full is None else full
-    if not isinstance(full, int) or not 1 <= full < num_layers:
+    if not 1 <= full < num_layers:
         raise ValueError(f"full={full!r}: 1 to {num_layers - 1} of {num_layers} layers")
-    if not isinstance(share, float) or not 0 < share < 1:
+    if not 0 < share < 1:
         raise ValueError(f"share={share!r}: between 0.0 and 1.0")
-    if not isinstance(tokens, int) or tokens < 32 or any(len(text) < 32 for text in texts[:1]):
-        raise ValueError(f"tokens={tokens!r}: 32 or more, of a text that has as many")
+    if not 32 <= tokens <= max(1024, model.window) or any(len(text) < 32 for text in texts[:1]):
+        raise ValueError(f"tokens={tokens!r}: 32 or more, of a text that has as many, at most the model's {model.window:,}")
     if model.shape.windowed:
         raise ValueError("the model has layers that see a window only")
-    ids = texts[0][:tokens] if texts else model.sample(tokens)
+    ids = texts[0][:tokens] if texts else model.sample(min(tokens, model.window))
     cover = coverage(model.traces(ids), model.shape.scale, share)
     layers, found = choose_observers(cover, full)
-    made = {"observers": list(layers), "coverage": found, "unprofiled": mean_coverage(cover, usual), "tokens": len(ids)}
-    out.write_text(json.dumps({"model": model.shape.fingerprint, **made}) + "\n", encoding="utf-8")
-    return {"out": str(out), **made}
-
-
-def _read(path: str) -> Observers:
-    """ValueError where it is no such file."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            found = json.load(file)
-        return Observers(str(found["model"]), tuple(int(layer) for layer in found["observers"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        hint = "make one with `agentkv methods prepare omnikv MODEL OUT`"
-        raise ValueError(f"prepared={path!r}: no file of observers ({error!r}); {hint}") from None
+    made = {"coverage": found, "unprofiled": mean_coverage(cover, usual), "tokens": len(ids)}
+    write_observers(out, Observers(model.shape.fingerprint, tuple(layers)), made)
+    return {"out": str(out), "observers": list(layers), **made}

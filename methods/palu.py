@@ -15,7 +15,7 @@ from agentkv.engine.preparation import Preparation
 from agentkv.engine.sparse import ModelShape, Plain, Read, SparseMethod, StateSpec
 from agentkv.engine.view import AttentionView, DeviceBatch, Part, Selection
 from agentkv.kernels.low_rank_decode import LowRankPages
-from agentkv.kernels.low_rank_factors import Factors, Prepared, decompose, factors, read_prepared, write_prepared
+from agentkv.kernels.low_rank_factors import Factors, Prepared, decompose, factors, misfit, read_prepared, write_prepared
 from agentkv.types import Exactness
 
 
@@ -58,6 +58,9 @@ class Palu(SparseMethod):
             return f"it is not prepared: give prepared=OUT of `{self.preparation}`"
         if self.prepared.model != model.fingerprint:
             return f"{self.prepared.path} was prepared for another model: prepare this one by `{self.preparation}`"
+        sizes = {name: getattr(model, name) for name in ("num_layers", "num_kv_heads", "head_dim", "hidden_size", "key_norm")}
+        if wrong := misfit(self.prepared, **sizes):
+            return f"{self.prepared.path} does not fit it: {wrong}"
         return super().unserved(model)
 
     def states(self, model: ModelShape) -> tuple[StateSpec, ...]:
@@ -90,25 +93,25 @@ class Palu(SparseMethod):
         return AttentionView((Part(payload, places.table, positions=self._positions(batch)),))
 
     def reference(self, plain: Plain, layer: int) -> Read:
-        """A map of low rank is the model's own, projected onto the leading directions of the group's: head by head, token by
-        token, in float64."""
-        file = factors(self._file, self._ranks, torch.device("cpu"), torch.float64)
+        """A map of low rank is the model's own, projected onto the leading directions of the group's: head by head, on the
+        file's tensors, in float64."""
+        assert isinstance(self.prepared, Prepared)
+        file = {name: (each if name == "frequency" else each[layer].double()) for name, each in self.prepared.tensors.items()}
         x = torch.cat((plain.x[layer], *([plain.own_x[layer].unsqueeze(0)] if plain.own_x else []))).double()
-        part, heads = file.of_layer(layer), len(file.k_factor[layer])
-        keys, values = [], []
+        (groups, most, _), heads = file["k.down"].shape, len(file["k.up"])
+        read: dict[str, list[Tensor]] = {"k": [], "v": []}
         for head in range(heads):
-            group = head * self._file.num_groups // heads
-            down = torch.unflatten(file.down[layer], 0, (self._file.num_groups, -1))[group]
-            k = x @ down[: self._ranks[0]].T @ part["k_factor"][head]
-            v = x @ down[self._ranks[0] :].T @ part["v_factor"][head]
-            k, v = (each if part[name] is None else each + part[name][head] for each, name in ((k, "k_bias"), (v, "v_bias")))
-            if part["k_norm"] is not None:
-                k = k / (k.pow(2).mean(1, keepdim=True) + part["eps"]).sqrt() * part["k_norm"][head]
-            angle = torch.outer(torch.arange(len(k)).float(), part["frequency"].cpu())
+            for side, asked in (("k", self.rank_k), ("v", self.rank_v)):
+                rank = asked or min(most, max(1, int(self.ratio * (heads // groups * file["k.up"].shape[2]))))
+                made = x @ file[f"{side}.down"][head * groups // heads, :rank].T @ file[f"{side}.up"][head, :rank]
+                read[side].append(made + file[f"{side}.bias"][head] if f"{side}.bias" in file else made)
+            k = read["k"].pop()
+            if "k.norm" in file:
+                k = k / (k.pow(2).mean(1, keepdim=True) + self.prepared.eps).sqrt() * file["k.norm"][head]
+            angle = torch.outer(torch.arange(len(k)).float(), file["frequency"])
             (first, second), cos, sin = k.chunk(2, 1), angle.cos().double(), angle.sin().double()
-            keys.append(torch.cat((first * cos - second * sin, second * cos + first * sin), 1))
-            values.append(v)
-        return Read([range(len(x))] * heads, keys, values)
+            read["k"].append(torch.cat((first * cos - second * sin, second * cos + first * sin), 1))
+        return Read([range(len(x))] * heads, read["k"], read["v"])
 
     def identity(self, length: int) -> Mapping[str, Any]:
         """Full rank."""
@@ -145,14 +148,15 @@ class Palu(SparseMethod):
         return found
 
 
-def prepare(model: Preparation, texts: Sequence[Sequence[int]], out: Path, *, group_size: int = 4) -> dict[str, Any]:
+def prepare(model: Preparation, texts: Sequence[Sequence[int]], out: Path, *, group_size: int | None = None) -> dict[str, Any]:
     """Write the factors of a model's key and value projections, in full rank, to `out` (safetensors).
 
     texts: token ids that calibrate: the error that is least is then that of their keys and values (the paper whitens by the
-    hidden states' second moments); none: that of the weights, plain SVD. group_size: KV heads of a group. ValueError for a
-    group that does not divide the heads, or a model with layers that see a window only.
+    hidden states' second moments); none: that of the weights, plain SVD. group_size: KV heads of a group; None: the most up
+    to 4 that divide them. ValueError for a group that does not, or a model with layers that see a window only.
     """
     shape = model.shape
+    group_size = next(s for s in (4, 3, 2, 1) if shape.num_kv_heads % s == 0) if group_size is None else group_size
     if group_size < 1 or shape.num_kv_heads % group_size:
         raise ValueError(f"group_size={group_size}: it must divide the {shape.num_kv_heads} KV heads")
     if shape.windowed:

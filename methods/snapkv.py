@@ -31,10 +31,12 @@ class SnapKV(Observing):
     def reference(self, plain: Plain, layer: int) -> Read:
         """Scores one by one, sorted in Python."""
         k, v = plain.k[layer], plain.v[layer]
-        scores = observe(plain.q[layer], k, plain.scale, self.window, self.kernel, self.pool, self.reduce, self.reduce_first)
-        every, positions = range(len(k)), []
+        every, positions = range(len(k) - plain.decoded), []
+        how = (self.window, self.kernel, self.pool, self.reduce, self.reduce_first)
+        scores = observe(plain.q[layer][: len(every)], k[: len(every)], plain.scale, *how)
         for by_token in scores:
             best = [at for _, at in sorted((-score, at) for at, score in enumerate(by_token))]
             chosen = {*best[: self.capacity - self.window], *every[-self.window :]}
-            positions.append([at for at in every if at in chosen or len(k) <= self.capacity])
+            kept = [at for at in every if at in chosen or len(every) <= self.capacity]
+            positions.append([*kept, *range(len(every), len(k))])
         return Read(positions, *([x[seen, head] for head, seen in enumerate(positions)] for x in (k, v)))

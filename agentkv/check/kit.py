@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from agentkv.check import company, declared, lives, reading
+from agentkv.check import company, declared, lives, pruning, reading
 from agentkv.check.models import opened
 from agentkv.check.outcome import Failed, Outcome, Skipped
 from agentkv.check.scene import Case
-from agentkv.check.subject import subjects
+from agentkv.check.subject import ready, subjects
 from agentkv.engine.loader import LoadedModel
 from agentkv.engine.sparse import SparseMethod
 
@@ -28,7 +28,8 @@ CHECKS: Mapping[str, Check] = {
         lives.fork,
         lives.rollback,
         lives.suspend,
-        reading.prune,
+        pruning.prune,
+        pruning.uneven,
         lives.abort,
         company.batched,
         company.several,
@@ -61,13 +62,15 @@ class Report:
 
 
 def run(target: str, model: str = "tiny", options: Mapping[str, Any] | None = None, device: str = "cpu") -> Iterator[Report]:
-    """Check the method of a name, or those of a file, on the models of a name; see `subject` and `models.opened`. A report is
-    yielded when it is complete. BadRequest, BadModel."""
+    """Check the method of a name, or those of a file, on the models of a name; see `subject` and `models.opened`. A method that
+    must be prepared for a model is prepared here, where no file is given. A report is yielded when it is complete. BadRequest,
+    BadModel."""
     loaded = opened(model, device)
     for method in subjects(target, options or {}):
         for each in loaded:
             name = each.fingerprint if model == "tiny" else model
-            yield Report(method.fingerprint.partition(":")[2], name, check(method, each))
+            with ready(method, each) as mine:
+                yield Report(mine.fingerprint.partition(":")[2], name, check(mine, each))
 
 
 def check(method: SparseMethod, loaded: LoadedModel) -> list[Outcome]:

@@ -27,8 +27,8 @@ class LayerSeen:
     out: list[Tensor] = field(default_factory=list)
 
 
-class FirstDecode(Watcher):
-    """A prompt's plain tensors, and those of the first decode step behind it."""
+class Decodes(Watcher):
+    """A prompt's plain tensors, and those of each token that is decoded behind it."""
 
     def __init__(self, num_layers: int) -> None:
         self.prompt = [LayerSeen() for _ in range(num_layers)]
@@ -37,7 +37,7 @@ class FirstDecode(Watcher):
         self._ends: list[int] = []
 
     def around(self, hook: str, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Note what belongs to the prompt or to the first token."""
+        """Note what belongs to the prompt or to the answer."""
         if hook == "on_step_begin" and args[0].replay:
             self._begin_replay(args[0])
         if hook == "project":
@@ -67,19 +67,25 @@ class FirstDecode(Watcher):
             return self._replays[-1][layer]
         return (self.prompt if batch.prefill else self.token)[layer]
 
-    def plain(self, scale: float, page_size: int) -> Plain:
-        """For `reference`."""
+    def plain(self, scale: float, page_size: int, step: int = 0) -> Plain:
+        """For `reference`, of a decode step by its number."""
+
+        def before(name: str) -> list[Tensor]:
+            pairs = zip(self.prompt, self.token, strict=True)
+            return [torch.cat((*getattr(prompt, name), *getattr(token, name)[:step])) for prompt, token in pairs]
+
         return Plain(
-            q=[torch.cat(seen.q) for seen in self.prompt],
-            k=[torch.cat(seen.k) for seen in self.prompt],
-            v=[torch.cat(seen.v) for seen in self.prompt],
-            query=[seen.q[0][0] for seen in self.token],
-            x=[torch.cat(seen.x) for seen in self.prompt],
+            q=before("q"),
+            k=before("k"),
+            v=before("v"),
+            query=[seen.q[step][0] for seen in self.token],
+            x=before("x"),
             replays=[[(torch.cat(seen.q), torch.cat(seen.k)) for seen in run] for run in self._replays],
             scale=scale,
-            own=[(seen.k[0][0], seen.v[0][0]) for seen in self.token],
-            own_x=[seen.x[0][0] for seen in self.token],
+            own=[(seen.k[step][0], seen.v[step][0]) for seen in self.token],
+            own_x=[seen.x[step][0] for seen in self.token],
             page_size=page_size,
+            decoded=step,
         )
 
 

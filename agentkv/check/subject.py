@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 
 from agentkv import methods
 from agentkv.check.scene import LENGTH
+from agentkv.engine.loader import LoadedModel
+from agentkv.engine.preparation import Preparation
 from agentkv.engine.sparse import SparseMethod
 from agentkv.errors import BadRequest, UnknownOption
 
@@ -38,6 +43,22 @@ def configured(kind: type[SparseMethod], name: str, given: Mapping[str, Any]) ->
     except BadRequest:  # what is given goes with other small options only, or not at all
         made = methods.configured(kind, name)
     return methods.configured(kind, name, **{**made.small(LENGTH), **given})
+
+
+@contextmanager
+def ready(method: SparseMethod, loaded: LoadedModel) -> Iterator[SparseMethod]:
+    """The method; one that must be prepared for a model and has no file yet gets one, made by its module's `prepare` without
+    options, which goes with the context. BadRequest where the preparation does not serve the model."""
+    make = getattr(sys.modules[type(method).__module__], "prepare", None)
+    if type(method).preparation is None or make is None or getattr(method, "prepared", None) != "":
+        yield method
+        return
+    with TemporaryDirectory() as folder:
+        try:
+            make(Preparation(loaded), [], Path(folder) / "prepared")
+        except ValueError as error:
+            raise BadRequest(f"{type(method).__name__} cannot be prepared: {error}", param="target") from None
+        yield replace(method, prepared=str(Path(folder) / "prepared"))  # type: ignore[call-arg]
 
 
 def run_file(path: Path) -> ModuleType:

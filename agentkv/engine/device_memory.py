@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from agentkv.engine.cache.arena import UnitMoves
 from agentkv.engine.core import Batch, Runner
-from agentkv.engine.work import Copies, Moves, PageWork, Work
+from agentkv.engine.work import Copies, Moves, PageWork, SealWork, Work
 from agentkv.errors import EngineFault
 
 
@@ -16,11 +16,15 @@ class DeviceMemory:
 
     batch: gives the step that is being put together. Its moves wait until the step runs, or until something else here is
     about to touch units: then they go first. Whatever the runner raises becomes an EngineFault.
+
+    failed: by running sequence, the fault of its seal or prune since somebody last looked. Its new sealed units hold anything;
+    nobody else's are touched.
     """
 
     def __init__(self, runner: Runner, batch: Callable[[], Batch]) -> None:
         self.runner = runner
         self._batch = batch
+        self.failed: dict[int, EngineFault] = {}
 
     def settle(self) -> None:
         """Carry out the moves that wait."""
@@ -39,7 +43,15 @@ class DeviceMemory:
                 elif isinstance(work, PageWork):
                     self.runner.refresh(work)
                 else:
-                    work.slots_left = self.runner.seal(work)
+                    self._seal(work)
+
+    def _seal(self, work: SealWork) -> None:
+        try:
+            work.slots_left = self.runner.seal(work)
+        except Exception as error:
+            if work.seq_id is None:
+                raise
+            self.failed[work.seq_id] = EngineFault(f"a seal failed: {type(error).__name__}: {error}")
 
     def move_units(self, moves: list[UnitMoves]) -> None:
         """Copy whole units (defragmentation): the accounts say already that they have moved."""

@@ -48,11 +48,14 @@ class Flights:
         self._masks = MasksAhead()
 
     def launch(self, batch: Batch, after: Flight | None = None) -> Flight:
-        """Queue the step; one without rows has landed. after: see `Runner.launch`."""
+        """Queue the step, without the rows whose seals failed; one without rows has landed. after: see `Runner.launch`."""
         if not batch.rows:
             return Flight(batch)
         try:
             self._memory.settle()
+            batch.rows = [work for work in batch.rows if work.seq_id not in self._memory.failed]
+            if not batch.rows:
+                return Flight(batch)
             self._masks.start(batch.rows)
             if not self._runner.ahead:
                 return Flight(batch, told=self._runner.execute(batch))

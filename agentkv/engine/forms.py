@@ -54,6 +54,7 @@ def model_shape(loaded: LoadedModel, page_size: int) -> ModelShape:
         windowed=any(window is not None for window in c.sliding),
         fingerprint=loaded.fingerprint,
         vocab_size=c.vocab_size,
+        key_norm=loaded.model.qk_norm,
     )
 
 

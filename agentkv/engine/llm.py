@@ -85,6 +85,7 @@ class LLM:
         """
         started, late = perf_counter(), self._expire()
         flight = self._under_way() or self._flights.launch(self._schedule())
+        self._end_failed()
         self._flight = self._follow(flight)
         drawn = flight.land()
         outputs = self._collect(self._seal_prompts(self._accept(flight.batch, drawn)))
@@ -366,9 +367,9 @@ class LLM:
             self.memory.settle()
         except EngineFault as fault:
             self._lose_all(fault)
-            lost = [seq for seq, _ in self._lost]
-            return [each for each in touched if each[0] not in lost]
-        return touched
+        self._end_failed()
+        lost = [seq for seq, _ in self._lost]
+        return [each for each in touched if each[0] not in lost]
 
     def _collect(self, touched: list[Drawn]) -> list[StepOutput]:
         """Turn new tokens into text and end what is complete."""
@@ -432,6 +433,16 @@ class LLM:
             if not self.oracle.claim(claimed):
                 return NOTHING
         return self.scheduler.spare_units()
+
+    def _end_failed(self) -> None:
+        """Sequences whose seals failed end (the next step tells of them); their chains stand at their last boundaries."""
+        failed, self.memory.failed = self.memory.failed, {}
+        for seq_id, fault in failed.items():
+            if seq_id in self._open:
+                seq = self._open[seq_id]
+                seq.fault = fault
+                self.abort(seq)
+                self._lost.append((seq, []))
 
     def _lose_all(self, fault: EngineFault) -> None:
         """Units were moved in the accounts but not on the device: no KV can be trusted. Running sequences end (the next step

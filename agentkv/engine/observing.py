@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _AT_ONCE = 128 << 20
 """Bytes of what query heads gave to keys that are looked at together."""
 _WIDEST = 1025  # scores around one; a pool takes time by its width
+_MOST = 1024  # queries that are kept of each row, in all layers
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ class Observing(SparseMethod):
     exactness: ClassVar[Exactness] = "lossy"
 
     def __post_init__(self) -> None:
-        if self.window < 1:
-            raise ValueError(f"window={self.window}: give 1 or more")
+        if not 1 <= self.window <= _MOST:
+            raise ValueError(f"window={self.window}: give 1 to {_MOST}")
         if self.capacity <= self.window:
             raise ValueError(f"capacity={self.capacity}: give more than window={self.window}, which it includes")
         if not 1 <= self.kernel <= _WIDEST or self.kernel % 2 == 0:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,14 +29,15 @@ class Projection(NamedTuple):
 
 
 class Preparation:
-    """One loaded model. shape: what methods know of it. frequency: float32 `[head_dim / 2]`, by how much a position turns; eps:
-    of its norms."""
+    """One loaded model. shape: what methods know of it; window: its most tokens. frequency: float32 `[head_dim / 2]`, by how
+    much a position turns; eps: of its norms."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
         self.shape = model_shape(loaded, page_size=1)
         self.frequency = loaded.model.rotary.frequency.cpu()
         self.eps = loaded.config.norm_eps
+        self.window = loaded.window
 
     def key(self, layer: int) -> Projection:
         """Of keys, before they are turned."""
@@ -94,3 +98,41 @@ class _Moments(Lifecycle):
     def attend(self, layer: int, q: Tensor, q_raw: Tensor, scale: float) -> Tensor:
         """Every token sees all before it."""
         return causal_attention(q, self._k.transpose(0, 1), self._v.transpose(0, 1), scale)[0]
+
+
+@dataclass(frozen=True)
+class Observers:
+    """Layers of one model that say what others read, ascending. model: its fingerprint."""
+
+    model: str
+    layers: tuple[int, ...]
+
+
+def check_observers(layers: Sequence[Any]) -> tuple[int, ...]:
+    """Layers as they are. ValueError where they are no whole numbers from 0 on, ascending, each once."""
+    whole = all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in layers)
+    if not whole or list(layers) != sorted(set(layers)):
+        raise ValueError(f"observers={layers}: layers from 0 on, ascending")
+    return tuple(layers)
+
+
+def write_observers(path: Path, observers: Observers, found: dict[str, Any]) -> None:
+    """JSON. found: what else is known of them. ValueError where the file cannot be written."""
+    said = {"model": observers.model, "observers": list(observers.layers), **found}
+    try:
+        path.write_text(json.dumps(said) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error}") from None
+
+
+def read_observers(path: str) -> Observers:
+    """ValueError where it is no such file, or names no layers."""
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        model, layers = found["model"], found["observers"]
+        if not isinstance(model, str) or not isinstance(layers, list) or not layers:
+            raise ValueError(f"it names observers {layers!r} of a model {model!r}")
+        return Observers(model, check_observers(layers))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        hint = "make one with `agentkv methods prepare`"
+        raise ValueError(f"prepared={path!r}: no file of observers ({error!r:.200}); {hint}") from None

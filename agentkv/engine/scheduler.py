@@ -324,7 +324,7 @@ class Scheduler:
             edit = seq.pending_edits.pop(0)
             change = seq.state.remove(edit.removed, self.spare_units(seq))
             self._changed(batch, seq, change)
-            self._pruned += [(seq, work) for work in change.moves if isinstance(work, SealWork)]
+            self._pruned += [(seq, work) for work in _of(seq, change)]
             self._promise(seq)
 
     # -- seals
@@ -358,6 +358,7 @@ class Scheduler:
         if seal is None:
             return []
         change = state.seal(held, seal, seq.row)
+        _of(seq, change)
         for group, first in enumerate(change.first_pages):
             seq.table_from[group] = min(seq.table_from[group], first)
         self._promise(seq)
@@ -489,3 +490,11 @@ class Scheduler:
         if seq.warm is not None:
             self.oracle.forget(seq.warm)
         seq.warm = None
+
+
+def _of(seq: Sequence, change: Change) -> list[SealWork]:
+    """The seals and prunes of sealed parts in a change, marked as the sequence's."""
+    works = [work for work in change.moves if isinstance(work, SealWork)]
+    for work in works:
+        work.seq_id = seq.seq_id
+    return works

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """What a method may know of a model. dtype: of K and V. page_size: slots of a page of KV. scale: of the scores before the
-    softmax. windowed: has it layers that see a window only?"""
+    softmax. windowed: has it layers that see a window only? key_norm: are keys normed by head?"""
 
     num_layers: int
     num_heads: int
@@ -42,6 +42,7 @@ class ModelShape:
     windowed: bool = False
     fingerprint: str = ""
     vocab_size: int = 0
+    key_norm: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +136,10 @@ class Kept:
 
 class Plain(NamedTuple):
     """One sequence as plain tensors, for `reference`. By layer: q `[n, num_heads, head_dim]`, k and v
-    `[n, num_kv_heads, head_dim]` of the n tokens of a prompt, rotated; query `[num_heads, head_dim]` of the token behind it;
-    x `[n, hidden_size]`, normed, that k and v were made from. replays: by run and layer, (q, k) of its tokens. scale: of the
-    scores. own: by layer, (k, v) `[num_kv_heads, head_dim]` of the token behind the prompt; own_x: what they were made from.
-    page_size: slots of a page of KV."""
+    `[n, num_kv_heads, head_dim]` of n tokens, rotated: a prompt, and the last `decoded` of them one by one behind it; query
+    `[num_heads, head_dim]` of the token behind them; x `[n, hidden_size]`, normed, that k and v were made from. replays: by run
+    and layer, (q, k) of its tokens. scale: of the scores. own: by layer, (k, v) `[num_kv_heads, head_dim]` of the token behind
+    the n; own_x: what they were made from. page_size: slots of a page of KV."""
 
     q: Sequence[Tensor]
     k: Sequence[Tensor]
@@ -150,13 +151,14 @@ class Plain(NamedTuple):
     own: Sequence[tuple[Tensor, Tensor]] = ()
     own_x: Sequence[Tensor] = ()
     page_size: int = 16
+    decoded: int = 0
 
 
 class Read(NamedTuple):
     """What one query reads of a history, by KV head: positions, ascending, and keys and values `[count, head_dim]` as read.
 
-    The token behind the prompt sees its own key and value as they are; a method that reads them in another way adds them here,
-    at position n."""
+    The query's token sees its own key and value as they are; a method that reads them in another way adds them here, at
+    position n."""
 
     positions: Sequence[Sequence[int]]
     k: Sequence[Tensor]
@@ -282,8 +284,8 @@ class SparseMethod:
     # -- what it should come to
 
     def reference(self, plain: Plain, layer: int) -> Read:
-        """What the token behind a prompt reads in a layer, by the paper's definition on plain tensors: an oracle, which shares
-        no function with the rest of the method. Default: everything."""
+        """What the token behind a prompt, and what was decoded since, reads in a layer, by the paper's definition on plain
+        tensors: an oracle, which shares no function with the rest of the method. Default: everything."""
         heads = range(plain.k[layer].shape[1])
         every = list(range(len(plain.k[layer])))
         return Read([every] * len(heads), *([each[layer][:, head] for head in heads] for each in (plain.k, plain.v)))

@@ -49,6 +49,7 @@ class SealWork:
     before; seal: what it is to hold (None: a prune, `removed` says of which logical tokens). runs: logical intervals of the
     tail's tokens, in slot order. tail: by group of the form. old, new: units of the sealed part by sealed group of the form,
     () where there was none. The first `seal.keeps` units of old and new are the same ones. slots_left: what the runner says.
+    seq_id: of a running sequence, which alone ends where the work fails.
     """
 
     form: int
@@ -61,6 +62,7 @@ class SealWork:
     new: tuple[list[int], ...]
     removed: tuple[Interval, ...] = ()
     slots_left: int = -1
+    seq_id: int | None = None
 
 
 class PageWork(NamedTuple):

@@ -156,6 +156,25 @@ class Countless(SparseMethod):
 
 
 @dataclass(frozen=True)
+class Overfull(Edges):
+    """uneven: keeps as many of the smallest keys as the budget says, also where a head has fewer left."""
+
+    def seal(self, job: SealJob) -> Kept:
+        assert job.work.seal is not None
+        found = [job.candidates(layer) for layer in range(job.shape.num_layers)]
+        older = [each.valid & (each.positions < job.work.seal.floor) for each in found]
+        norms = [each.k.norm(dim=-1).masked_fill(~mine, torch.inf) for each, mine in zip(found, older, strict=True)]
+        indices = torch.stack(norms).argsort(dim=-1, stable=True)[..., : self.first].sort().values
+        return Kept(indices, torch.full(indices.shape[:2], self.first, dtype=torch.int32))
+
+    def reference(self, plain: Plain, layer: int) -> Read:
+        k, length = plain.k[layer], len(plain.k[layer])
+        floor = length - plain.decoded - self.budget + self.first
+        best = [sorted(range(floor), key=lambda at, head=head: float(k[at, head].norm())) for head in range(k.shape[1])]
+        return read_at(plain, layer, [[*sorted(each[: self.first]), *range(floor, length)] for each in best])
+
+
+@dataclass(frozen=True)
 class Crowded(SparseMethod):
     """batched: a batch of three is one too many."""
 
@@ -307,6 +326,7 @@ BROKEN: dict[str, type[SparseMethod]] = {
     "rollback": Backwards,
     "suspend": Settled,
     "prune": Countless,
+    "uneven": Overfull,
     "abort": Expectant,
     "batched": Crowded,
     "several": Solitary,

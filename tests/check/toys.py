@@ -59,8 +59,8 @@ class Edges(SparseMethod):
 
     def reference(self, plain: Plain, layer: int) -> Read:
         length, heads = plain.k[layer].shape[:2]
-        kept = [p for p in range(length) if p < self.first or p >= length - self.budget + self.first]
-        return read_at(plain, layer, [kept] * heads)
+        recent = length - plain.decoded - self.budget + self.first
+        return read_at(plain, layer, [[p for p in range(length) if p < self.first or p >= recent]] * heads)
 
 
 @dataclass(frozen=True)

@@ -353,22 +353,24 @@ def test_pages_that_a_sibling_holds_do_not_return_at_a_timed_seal(units: int) ->
 
 
 @each_sealing
-def test_a_seal_that_fails_ends_who_runs_and_keeps_their_tokens(kind: Kind) -> None:
+def test_a_seal_that_fails_ends_its_own_sequence_alone(kind: Kind) -> None:
     llm = sealing_engine(60)
     Follower(llm)
     talk, plain = Talk(llm, kind), Talk(llm, PLAIN, "plain")
     talk.say(tokens(5), count=2)
-    seqs = talk.ask(tokens(14), count=20), plain.ask(tokens(3), count=40)
+    held = len(talk.ids)
+    unlucky, beside = talk.ask(tokens(14), count=20), plain.ask(tokens(3), count=40)
     llm.runner.fail_seal = True
     ended = []
     while llm.has_work:
         ended += [output.seq for output in llm.step() if output.finished]
         llm.check()
-    assert sorted(seq.seq_id for seq in ended) == [seq.seq_id for seq in seqs]
-    assert all(isinstance(seq.fault, EngineFault) for seq in seqs)
+    assert ended == [unlucky, beside]
+    assert isinstance(unlucky.fault, EngineFault)
+    plain.expect(beside, count=40)
+    plain.commit(beside)
     llm.runner.fail_seal = False
-    talk.line, plain.line = Line(kind), Line(PLAIN)
-    assert talk.say(tokens(4), count=5).num_cached_tokens == 0
+    assert talk.say(tokens(4), count=5).num_cached_tokens == held - 1
     plain.say(tokens(3), count=5)
 
 

@@ -137,7 +137,7 @@ def zip_brutally(watched: Watched, scores: Tensor, gone: range, chunk: int, ids:
     return whole
 
 
-@pytest.mark.parametrize(("chunk", "gone"), [(100, range(0)), (12, range(0)), (6, range(46, 49))])
+@pytest.mark.parametrize(("chunk", "gone"), [(100, range(0)), (12, range(0)), (8, range(46, 49))])
 def test_a_second_turn_weighs_old_and_new(folder: Path, loaded: LoadedModel, chunk: int, gone: range) -> None:
     """What is sealed keeps its scores; the answer and the new prompt are replayed, without what was pruned of them."""
     method, more = NotingKVzip(keep_ratio=0.4, chunk=chunk, **ASK), [33, 44, 55, 66, 77, 88, 99]
