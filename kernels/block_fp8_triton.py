@@ -1,0 +1,87 @@
+"""Linear maps by e4m3 weights with a scale for each block of 128 x 128, in Triton: the published layout of FP8 checkpoints.
+
+For few rows the weights' bytes are the cost: each is read once and widened in registers, and a block's product takes its scale
+when it is added to the sum, in float32. Activations stay as they are.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# (a kernel's arguments are the language's own values)
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 128
+"""Inputs, and outputs, that share a scale."""
+
+
+class Tile(NamedTuple):
+    """Of one program: rows of the input, outputs; warps, and tiles of weights on their way. parts: programs that share the
+    rows of an expert."""
+
+    rows: int
+    outs: int
+    warps: int
+    stages: int
+    parts: int = 1
+
+
+@triton.jit
+def _widen(codes, dtype: tl.constexpr):
+    """e4m3 in a wider dtype, by way of float32: to bfloat16 the straight conversion has a quarter of the rate that it needs."""
+    return codes.to(tl.float32).to(dtype)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _few_rows_kernel(
+    x_ptr, weight_ptr, scale_ptr, bias_ptr, y_ptr, num_rows, x_row,
+    OUT_SIZE: tl.constexpr, IN_SIZE: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, BIASED: tl.constexpr,
+):  # fmt: skip
+    """A tile of outputs of a tile of rows. Weights are the product's left side, so that few rows fill the matrix units."""
+    out = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    live = row < num_rows
+    place = tl.arange(0, 128)
+    weight = weight_ptr + out[:, None].to(tl.int64) * IN_SIZE + place[None, :]
+    x = x_ptr + row[None, :].to(tl.int64) * x_row + place[:, None]
+    scale = scale_ptr + (tl.program_id(0) * OUTS // 128) * (IN_SIZE // 128)
+    total = tl.zeros((OUTS, ROWS), tl.float32)
+    for block in range(IN_SIZE // 128):
+        tile = tl.load(weight + block * 128)
+        given = tl.load(x + block * 128, mask=live[None, :], other=0.0)
+        total += tl.dot(_widen(tile, given.dtype), given, input_precision="ieee") * tl.load(scale + block)
+    if BIASED:
+        total += tl.load(bias_ptr + out).to(tl.float32)[:, None]
+    y = y_ptr + row[None, :].to(tl.int64) * OUT_SIZE + out[:, None]
+    tl.store(y, total, mask=live[None, :])
+
+
+def serves(x: Tensor, out_size: int) -> bool:
+    """Is this for the functions of this file? On a GPU, no wider than float32, whole blocks of inputs and tiles of outputs."""
+    known = x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return x.is_cuda and known and x.shape[-1] % BLOCK == 0 and out_size % 32 == 0 and x.stride(-1) == 1
+
+
+def tuned(num_rows: int, out_size: int) -> Tile:
+    """The tile for so many rows and outputs."""
+    rows = max(16, min(64, triton.next_power_of_2(num_rows)))
+    outs = next(each for each in (64, 32) if out_size % each == 0)
+    return Tile(rows, outs, 4, 4)
+
+
+def few_rows(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, tile: Tile | None = None) -> Tensor:
+    """`[num_rows, out_size]`, see `block_linear`. out_size a multiple of the tile's outputs, in_size of BLOCK."""
+    num_rows, out_size = x.shape[0], weight.shape[0]
+    tile = tile or tuned(num_rows, out_size)
+    y = torch.empty(num_rows, out_size, dtype=x.dtype, device=x.device)
+    _few_rows_kernel[(out_size // tile.outs, triton.cdiv(num_rows, tile.rows))](
+        x, weight, scale, scale if bias is None else bias, y, num_rows, x.stride(0),
+        OUT_SIZE=out_size, IN_SIZE=x.shape[1], ROWS=tile.rows, OUTS=tile.outs, BIASED=bias is not None,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return y

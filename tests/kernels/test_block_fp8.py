@@ -1,0 +1,46 @@
+"""Block-FP8 linear maps against the matrix in float64; the kernel in Triton's interpreter or on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from coded_weights import coded, drawn, error
+from devices import only_interpreted, only_without_gpu, pass_interpreted
+
+from agentkv.kernels.block_fp8 import block_linear, dequantize_blocks
+
+DEVICES = [
+    pytest.param("cpu", torch.float32, 1e-5, id="interpreter", marks=only_interpreted),
+    pytest.param("cuda", torch.float32, 1e-5, marks=pytest.mark.gpu),
+    pytest.param("cuda", torch.bfloat16, 6e-3, marks=pytest.mark.gpu),
+]
+
+
+@pytest.mark.parametrize(("outs", "ins"), [(128, 128), (256, 384), (100, 130), (1, 1), (2600, 70)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_twin_equals_the_matrix_in_float64(outs: int, ins: int, biased: bool) -> None:
+    weight, scale, matrix = coded(outs, ins)
+    x, bias = drawn(5, ins).double(), drawn(outs, seed=3).double() if biased else None
+    want = x @ matrix.T + (0 if bias is None else bias)
+    assert torch.equal(dequantize_blocks(weight, scale, torch.float64), matrix)
+    assert error(block_linear(x, weight, scale, bias), want) < 1e-14
+    single = block_linear(x.float(), weight, scale, None if bias is None else bias.float())
+    assert single.dtype == torch.float32
+    assert error(single, want) < 1e-6
+
+
+@pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
+@pytest.mark.parametrize(("rows", "outs", "ins"), [(1, 64, 128), (17, 192, 256), (70, 32, 384)])
+def test_few_rows(device: str, dtype: torch.dtype, tolerance: float, rows: int, outs: int, ins: int) -> None:
+    from agentkv.kernels.block_fp8_triton import few_rows
+
+    weight, scale, matrix = coded(outs, ins)
+    x = drawn(rows, 2 * ins).to(device, dtype)[:, ins:]  # not contiguous
+    bias = drawn(outs, seed=3).to(device, dtype) if rows == 17 else None
+    want = x.double().cpu() @ matrix.T + (0 if bias is None else bias.double().cpu())
+    assert error(few_rows(x, weight.to(device), scale.to(device), bias), want) < tolerance
+
+
+@only_without_gpu
+def test_cases_pass_interpreted() -> None:
+    pass_interpreted(__file__, 3)
