@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from agentkv.kernels.block_fp8_triton import Tile, _widen
+from agentkv.kernels.block_fp8_triton import Terms, Tile, _widen, split_rows
 
 _SCAN = 1024
 
@@ -65,78 +65,103 @@ def _group_kernel(experts_ptr, order_ptr, starts_ptr, num_rows, COUNT: tl.conste
 
 
 @triton.jit
-def _product(x, live, weight, scale, IN_SIZE: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, BLOCKS: tl.constexpr):
-    """`[OUTS, ROWS]` in float32 of pointers to a block of inputs and of weights. BLOCKS: weights have scales."""
-    total = tl.zeros((OUTS, ROWS), tl.float32)
-    for block in range(IN_SIZE // 128):
-        tile = tl.load(weight + block * 128)
-        given = tl.load(x + block * 128, mask=live[None, :], other=0.0)
-        if BLOCKS:
-            total += tl.dot(_widen(tile, given.dtype), given, input_precision="ieee") * tl.load(scale + block)
-        else:
-            total = tl.dot(tile, given, total, input_precision="ieee")
-    return total
+def _add(total, tile, given, step, BLOCKS: tl.constexpr):
+    """total `[outputs, rows]` plus a block's product. BLOCKS: weights have scales, this block's is `step`."""
+    if BLOCKS:
+        return total + tl.dot(_widen(tile, given.dtype), given, input_precision="ieee") * step
+    else:  # noqa: RET505 - only one of two is compiled
+        return tl.dot(tile, given, total, input_precision="ieee")
+
+
+@triton.jit
+def _step(scale, block, IN_SIZE: tl.constexpr, BLOCKS: tl.constexpr):
+    """A block's scale; past the last it is that one again. It is asked for one block ahead: a product would wait for it."""
+    if BLOCKS:
+        return tl.load(scale + tl.minimum(block, IN_SIZE // 128 - 1))
+    else:  # noqa: RET505 - only one of two is compiled
+        return 1.0
+
+
+@triton.jit
+def _whole(total, scale_ptr, row, live, OUTS: tl.constexpr, ROWS: tl.constexpr, TERMS: tl.constexpr):
+    """`[OUTS, ROWS]` of `[OUTS, ROWS * TERMS]`: two terms of a row lie side by side, see `block_fp8_triton.Terms`."""
+    if TERMS == 2:
+        first, second = tl.split(tl.reshape(total, [OUTS, ROWS, 2]))
+        scale = tl.load(scale_ptr + row, mask=live, other=0.0)
+        return (first + second * 0.0625) * scale[None, :]
+    else:  # noqa: RET505 - only one of two is compiled
+        return total
 
 
 @triton.jit
 def _gate_up_kernel(
-    x_ptr, order_ptr, starts_ptr, weight_ptr, scale_ptr, y_ptr, x_row,
+    x_ptr, x_scale_ptr, order_ptr, starts_ptr, weight_ptr, scale_ptr, y_ptr, x_row,
     INNER: tl.constexpr, IN_SIZE: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr,
-    PARTS: tl.constexpr, BLOCKS: tl.constexpr,
+    PARTS: tl.constexpr, BLOCKS: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
     """A tile of an expert's inner units, for some of its rows: silu(gate) * up. Rows are written in grouped order."""
     expert = tl.program_id(1)
     start, end = tl.load(starts_ptr + expert), tl.load(starts_ptr + expert + 1)
     out = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
-    place = tl.arange(0, 128)
+    place, column, line = tl.arange(0, 128), tl.arange(0, ROWS * TERMS), tl.arange(0, ROWS)
     gate = weight_ptr + (expert.to(tl.int64) * (2 * INNER) + out)[:, None] * IN_SIZE + place[None, :]
     up = gate + INNER * IN_SIZE
     gate_scale = scale_ptr + (expert * (2 * INNER // 128) + tl.program_id(0) * OUTS // 128) * (IN_SIZE // 128)
     up_scale = gate_scale + (INNER // 128) * (IN_SIZE // 128)
     for first in range(start + tl.program_id(2) * ROWS, end, PARTS * ROWS):
-        row = first + tl.arange(0, ROWS)
-        live = row < end
-        token = tl.load(order_ptr + row, mask=live, other=0) // SLOTS
-        x = x_ptr + token[None, :].to(tl.int64) * x_row + place[:, None]
-        gated = tl.zeros((OUTS, ROWS), tl.float32)
-        raised = tl.zeros((OUTS, ROWS), tl.float32)
+        entry = first + column // TERMS
+        live = (entry < end)[None, :]
+        token = (tl.load(order_ptr + entry, mask=entry < end, other=0) // SLOTS).to(tl.int64)
+        x = x_ptr + (token * TERMS + column % TERMS)[None, :] * x_row + place[:, None]
+        gated = tl.zeros((OUTS, ROWS * TERMS), tl.float32)
+        raised = tl.zeros((OUTS, ROWS * TERMS), tl.float32)
+        gate_step, up_step = _step(gate_scale, 0, IN_SIZE, BLOCKS), _step(up_scale, 0, IN_SIZE, BLOCKS)
         for block in range(IN_SIZE // 128):
-            given = tl.load(x + block * 128, mask=live[None, :], other=0.0)
+            given = tl.load(x + block * 128, mask=live, other=0.0)
             gate_tile, up_tile = tl.load(gate + block * 128), tl.load(up + block * 128)
-            if BLOCKS:
-                one = tl.dot(_widen(gate_tile, given.dtype), given, input_precision="ieee")
-                two = tl.dot(_widen(up_tile, given.dtype), given, input_precision="ieee")
-                gated += one * tl.load(gate_scale + block)
-                raised += two * tl.load(up_scale + block)
-            else:
-                gated = tl.dot(gate_tile, given, gated, input_precision="ieee")
-                raised = tl.dot(up_tile, given, raised, input_precision="ieee")
+            gate_next = _step(gate_scale, block + 1, IN_SIZE, BLOCKS)
+            up_next = _step(up_scale, block + 1, IN_SIZE, BLOCKS)
+            gated = _add(gated, gate_tile, given, gate_step, BLOCKS)
+            raised = _add(raised, up_tile, given, up_step, BLOCKS)
+            gate_step, up_step = gate_next, up_next
+        row = first + line
+        token = tl.load(order_ptr + row, mask=row < end, other=0) // SLOTS
+        opened = _whole(gated, x_scale_ptr, token, row < end, OUTS, ROWS, TERMS)
+        passed = _whole(raised, x_scale_ptr, token, row < end, OUTS, ROWS, TERMS)
         y = y_ptr + row[None, :].to(tl.int64) * INNER + out[:, None]
-        tl.store(y, gated / (1 + tl.exp(-gated)) * raised, mask=live[None, :])
+        tl.store(y, opened / (1 + tl.exp(-opened)) * passed, mask=(row < end)[None, :])
 
 
 @triton.jit
 def _down_kernel(
-    x_ptr, order_ptr, starts_ptr, share_ptr, weight_ptr, scale_ptr, y_ptr,
+    x_ptr, x_scale_ptr, order_ptr, starts_ptr, share_ptr, weight_ptr, scale_ptr, y_ptr,
     OUT_SIZE: tl.constexpr, IN_SIZE: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr,
-    PARTS: tl.constexpr, BLOCKS: tl.constexpr,
+    PARTS: tl.constexpr, BLOCKS: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
     """A tile of an expert's outputs, for some of its rows, times each row's share. Rows go where their token's slots are."""
     expert = tl.program_id(1)
     start, end = tl.load(starts_ptr + expert), tl.load(starts_ptr + expert + 1)
     out = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
-    place = tl.arange(0, 128)
+    place, column, line = tl.arange(0, 128), tl.arange(0, ROWS * TERMS), tl.arange(0, ROWS)
     weight = weight_ptr + (expert.to(tl.int64) * OUT_SIZE + out)[:, None] * IN_SIZE + place[None, :]
     scale = scale_ptr + (expert * (OUT_SIZE // 128) + tl.program_id(0) * OUTS // 128) * (IN_SIZE // 128)
     for first in range(start + tl.program_id(2) * ROWS, end, PARTS * ROWS):
-        row = first + tl.arange(0, ROWS)
-        live = row < end
-        x = x_ptr + row[None, :].to(tl.int64) * IN_SIZE + place[:, None]
-        total = _product(x, live, weight, scale, IN_SIZE, ROWS, OUTS, BLOCKS)
-        slot = tl.load(order_ptr + row, mask=live, other=0)
-        share = tl.load(share_ptr + slot, mask=live, other=0.0).to(tl.float32)
+        entry = (first + column // TERMS).to(tl.int64)
+        x = x_ptr + (entry * TERMS + column % TERMS)[None, :] * IN_SIZE + place[:, None]
+        total = tl.zeros((OUTS, ROWS * TERMS), tl.float32)
+        step = _step(scale, 0, IN_SIZE, BLOCKS)
+        for block in range(IN_SIZE // 128):
+            tile = tl.load(weight + block * 128)
+            given = tl.load(x + block * 128, mask=(entry < end)[None, :], other=0.0)
+            following = _step(scale, block + 1, IN_SIZE, BLOCKS)
+            total = _add(total, tile, given, step, BLOCKS)
+            step = following
+        row = first + line
+        made = _whole(total, x_scale_ptr, row, row < end, OUTS, ROWS, TERMS)
+        slot = tl.load(order_ptr + row, mask=row < end, other=0)
+        share = tl.load(share_ptr + slot, mask=row < end, other=0.0).to(tl.float32)
         y = y_ptr + slot[None, :].to(tl.int64) * OUT_SIZE + out[:, None]
-        tl.store(y, total * share[None, :], mask=live[None, :])
+        tl.store(y, made * share[None, :], mask=(row < end)[None, :])
 
 
 def serves(x: Tensor, *sizes: int) -> bool:
@@ -179,11 +204,12 @@ def gate_up(x: Tensor, order: Tensor, starts: Tensor, weight: Tensor, scale: Ten
     num_experts, twice, in_size = weight.shape
     num_rows, inner = order.shape[0], twice // 2
     tile = tile or tuned(num_rows, num_experts)
+    given = _given(x, scale)
     y = torch.empty(num_rows, inner, dtype=x.dtype, device=x.device)
     _gate_up_kernel[(inner // tile.outs, num_experts, tile.parts)](
-        x, order, starts, weight, weight if scale is None else scale, y, x.stride(0),
+        *given, order, starts, weight, weight if scale is None else scale, y, given.codes.stride(-2),
         INNER=inner, IN_SIZE=in_size, SLOTS=num_rows // x.shape[0], ROWS=tile.rows, OUTS=tile.outs, PARTS=tile.parts,
-        BLOCKS=scale is not None, num_warps=tile.warps, num_stages=tile.stages,
+        BLOCKS=scale is not None, TERMS=given.codes.dim() - 1, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y
 
@@ -195,10 +221,16 @@ def down(
     in grouped order and weight `[num_experts, out_size, in_size]`."""
     num_experts, out_size, in_size = weight.shape
     tile = tile or tuned(x.shape[0], num_experts)
+    given = _given(x, scale)
     y = torch.empty(*shares.shape, out_size, dtype=x.dtype, device=x.device)
     _down_kernel[(out_size // tile.outs, num_experts, tile.parts)](
-        x, order, starts, shares, weight, weight if scale is None else scale, y,
+        *given, order, starts, shares, weight, weight if scale is None else scale, y,
         OUT_SIZE=out_size, IN_SIZE=in_size, ROWS=tile.rows, OUTS=tile.outs, PARTS=tile.parts,
-        BLOCKS=scale is not None, num_warps=tile.warps, num_stages=tile.stages,
+        BLOCKS=scale is not None, TERMS=given.codes.dim() - 1, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y
+
+
+def _given(x: Tensor, scale: Tensor | None) -> Terms:
+    """x as a product takes it: two terms of half precision for e4m3 weights, else as it is (and no scale)."""
+    return Terms(x, x) if scale is None or x.dtype == torch.float32 else split_rows(x)

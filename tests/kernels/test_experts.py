@@ -15,6 +15,7 @@ from agentkv.kernels.experts import Stacked, expert_mlp, route
 pytest.importorskip("triton")
 DEVICES = [
     pytest.param("cpu", torch.float32, 1e-5, id="interpreter", marks=only_interpreted),
+    pytest.param("cpu", torch.bfloat16, 1e-2, id="interpreter-half", marks=only_interpreted),
     pytest.param("cuda", torch.float32, 1e-5, marks=pytest.mark.gpu),
     pytest.param("cuda", torch.bfloat16, 1e-2, marks=pytest.mark.gpu),
 ]
@@ -103,7 +104,7 @@ def test_routes_in_one_launch(device: str, dtype: torch.dtype, tolerance: float,
     assert (weights.cpu() - want).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES[:2])
+@pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES[::2])
 @pytest.mark.parametrize("num_tokens", [1, 7, 900])
 def test_rows_are_grouped_in_order(device: str, dtype: torch.dtype, tolerance: float, num_tokens: int) -> None:
     from agentkv.kernels.experts_triton import group
@@ -126,6 +127,8 @@ def test_grouped_products(device: str, dtype: torch.dtype, tolerance: float, kin
     from agentkv.kernels import experts_triton as fused
     from agentkv.kernels.block_fp8_triton import Tile
 
+    if kind == "plain" and device == "cpu" and dtype == torch.bfloat16:
+        pytest.skip("the interpreter has no product of bfloat16")
     gate_up, gate_up_matrix = stacked(kind, COUNT, 2 * INNER, HIDDEN, seed=1)
     down, down_matrix = stacked(kind, COUNT, HIDDEN, INNER, seed=3)
     gate_up, down = moved(gate_up, device, dtype), moved(down, device, dtype)
@@ -144,4 +147,4 @@ def test_grouped_products(device: str, dtype: torch.dtype, tolerance: float, kin
 
 @only_without_gpu
 def test_cases_pass_interpreted() -> None:
-    pass_interpreted(__file__, 11)
+    pass_interpreted(__file__, 16)
