@@ -40,8 +40,10 @@ _SWAPPED = 256 << 20
 
 class DrawnRunner(ModelRunner):
     """A runner that draws a prompt's hidden states, keys, values and queries (normal) instead of computing them. Decodes are
-    computed. last: the batch that was executed last; it may be executed again as long as nothing else is."""
+    computed. real: so are prompts, from now on. last: the batch that was executed last; it may be executed again as long as
+    nothing else is."""
 
+    real = False
     last: Batch = Batch(rows=[])
 
     def execute(self, batch: Batch) -> list[int | None]:
@@ -53,7 +55,7 @@ class DrawnRunner(ModelRunner):
     def forward(self, step: Step) -> Tensor:
         """Hidden states `[num_tokens, hidden_size]`; those of prompts are 0."""
         chunks = [batch for batch in step.batches if batch.prefill]
-        if not chunks:
+        if self.real or not chunks:
             return super().forward(step)
         first = min(batch.tokens.start for batch in chunks)
         hidden = torch.zeros(
@@ -168,7 +170,7 @@ def inject(
     sequences = []
     for together in [requests] if memory is None else [[request] for request in requests]:
         sequences += [llm.add(request) for request in together]
-        _read(llm, sequences)
+        read_prompts(llm, sequences)
     if shuffle:
         shuffle_units(llm, runner)
     llm.step()
@@ -209,8 +211,8 @@ def _steps(method: SparseMethod, length: int) -> int:
     return 1 + (len(method.replay(Held(length, 0, length, 0, True), [0] * length)) if method.replay_most(length) else 0)
 
 
-def _read(llm: LLM, sequences: Sequence[EngineSequence]) -> None:
-    """Step until their prompts have been read and sealed."""
+def read_prompts(llm: LLM, sequences: Sequence[EngineSequence]) -> None:
+    """Step until their prompts have been read and sealed. Capacity where one finds no room, EngineFault where one fails."""
     while any(not sequence.num_generated or sequence.seal_at for sequence in sequences):
         llm.step()
         for sequence in sequences:

@@ -37,19 +37,20 @@ def test_the_row_adds_up(rig: Rig) -> None:
         assert each["held_bytes"] <= more["plan"]["arena"]
         assert each["bytes"]["weights"] <= more["plan"]["weights"]
     real = more["really_read"]
-    assert real["held_bytes"] <= real["accounted_bytes"]
+    sealed = 48 * 2 * 2 * 2 * 64 * 4  # slots, layers, heads, K and V
+    assert sealed < real["held_bytes"] <= real["accounted_bytes"]
+    assert "really_read" not in dense
 
 
 def test_a_preemption_fails_the_row(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    inject = capacity.inject
+    read = capacity.read_prompts
 
-    def preempted(*given: Any, **named: Any) -> Any:
-        injected = inject(*given, **named)
-        injected.llm.scheduler.tally.preemptions += 1
-        return injected
+    def preempted(llm: Any, sequences: Any) -> None:
+        read(llm, sequences)
+        llm.scheduler.tally.preemptions += 1
 
-    monkeypatch.setattr(capacity, "inject", preempted)
-    with pytest.raises(EngineFault, match="1 preemptions"):
+    monkeypatch.setattr(capacity, "read_prompts", preempted)
+    with pytest.raises(EngineFault, match="preemptions"):
         capacity._measure(rig)
 
 
