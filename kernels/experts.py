@@ -54,7 +54,7 @@ def expert_mlp(
     fit a tile; on a CPU up to 16 tokens give the same bits whatever the others are.
     """
     num_tokens, active = chosen.shape
-    if activation is functional.silu and x.is_cuda:
+    if activation is functional.silu and x.is_cuda and num_tokens:
         from agentkv.kernels import experts_triton as fused  # needs triton, which a CPU-only platform may lack
 
         if fused.serves(x, x.shape[1], down.weight.shape[2]):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from agentkv.kernels.block_fp8_triton import Terms, Tile, _widen, split_rows
 
-_SCAN = 1024
+_MOST_AT_ONCE = 4096  # rows that a program counts in one go
 
 
 @triton.jit
@@ -173,7 +173,7 @@ def tuned(num_rows: int, num_experts: int) -> Tile:
     """The tile for so many (token, slot) rows."""
     each = num_rows / num_experts
     if each <= 12:
-        return Tile(16, 64, 4, 4)
+        return Tile(16, 64, 4, 3)
     return Tile(64, 64, 4, 3, parts=max(1, min(8, int(each / 64))))
 
 
@@ -194,7 +194,8 @@ def group(chosen: Tensor, count: int) -> tuple[Tensor, Tensor]:
     num_rows = chosen.numel()
     order = torch.empty(num_rows, dtype=torch.int32, device=chosen.device)
     starts = torch.empty(count + 1, dtype=torch.int32, device=chosen.device)
-    _group_kernel[(count,)](chosen, order, starts, num_rows, COUNT=count, SCAN=_SCAN)
+    scan = min(_MOST_AT_ONCE, max(64, triton.next_power_of_2(num_rows)))
+    _group_kernel[(count,)](chosen, order, starts, num_rows, COUNT=count, SCAN=scan)
     return order, starts
 
 
