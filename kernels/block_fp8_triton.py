@@ -23,7 +23,8 @@ BLOCK = 128
 
 class Tile(NamedTuple):
     """Of one program: rows of the input, outputs; warps, and turns of its loop whose weights are on their way. parts: programs
-    that share the rows of an expert; turn: blocks of inputs in a turn, a divisor of all."""
+    that share the rows of an expert; turn: blocks of inputs in a turn, a divisor of all; terms: of a linear map,
+    rows become two terms."""
 
     rows: int
     outs: int
@@ -31,6 +32,7 @@ class Tile(NamedTuple):
     stages: int
     parts: int = 1
     turn: int = 1
+    terms: bool = False
 
 
 @triton.jit
@@ -66,34 +68,47 @@ def _split_kernel(x_ptr, terms_ptr, scale_ptr, x_row, SIZE: tl.constexpr, SIZE_P
     tl.store(scale_ptr + row, scale)
 
 
+@triton.jit
+def _whole(total, scale_ptr, row, live, OUTS: tl.constexpr, ROWS: tl.constexpr, TERMS: tl.constexpr):
+    """`[OUTS, ROWS]` of `[OUTS, ROWS * TERMS]`: two terms of a row lie side by side, see `Terms`."""
+    if TERMS == 2:
+        first, second = tl.split(tl.reshape(total, [OUTS, ROWS, 2]))
+        scale = tl.load(scale_ptr + row, mask=live, other=0.0)
+        return (first + second * 0.0625) * scale[None, :]
+    else:  # noqa: RET505 - only one of two is compiled
+        return total
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _few_rows_kernel(
-    x_ptr, weight_ptr, scale_ptr, bias_ptr, y_ptr, num_rows, x_row,
+    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, y_ptr, num_rows, x_row,
     OUT_SIZE: tl.constexpr, IN_SIZE: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, TURN: tl.constexpr,
-    BIASED: tl.constexpr,
+    BIASED: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
     """A tile of outputs of a tile of rows. Weights are the product's left side, so that few rows fill the matrix units."""
     out = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    live = row < num_rows
+    column = tl.arange(0, ROWS * TERMS)
+    entry = tl.program_id(1) * ROWS + column // TERMS
     place = tl.arange(0, 128)
     weight = weight_ptr + out[:, None].to(tl.int64) * IN_SIZE + place[None, :]
-    x = x_ptr + row[None, :].to(tl.int64) * x_row + place[:, None]
+    x = x_ptr + (entry.to(tl.int64) * TERMS + column % TERMS)[None, :] * x_row + place[:, None]
     scale = scale_ptr + (tl.program_id(0) * OUTS // 128) * (IN_SIZE // 128)
-    total = tl.zeros((OUTS, ROWS), tl.float32)
+    total = tl.zeros((OUTS, ROWS * TERMS), tl.float32)
     step = tl.load(scale)  # one ahead of its product, which would wait for it otherwise
     for turn in range(IN_SIZE // 128 // TURN):
         for each in tl.static_range(TURN):
             block = turn * TURN + each
             tile = tl.load(weight + block * 128)
-            given = tl.load(x + block * 128, mask=live[None, :], other=0.0)
+            given = tl.load(x + block * 128, mask=(entry < num_rows)[None, :], other=0.0)
             following = tl.load(scale + tl.minimum(block + 1, IN_SIZE // 128 - 1))
             total += tl.dot(_widen(tile, given.dtype), given, input_precision="ieee") * step
             step = following
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    made = _whole(total, x_scale_ptr, row, row < num_rows, OUTS, ROWS, TERMS)
     if BIASED:
-        total += tl.load(bias_ptr + out).to(tl.float32)[:, None]
+        made += tl.load(bias_ptr + out).to(tl.float32)[:, None]
     y = y_ptr + row[None, :].to(tl.int64) * OUT_SIZE + out[:, None]
-    tl.store(y, total, mask=live[None, :])
+    tl.store(y, made, mask=(row < num_rows)[None, :])
 
 
 def serves(x: Tensor, out_size: int) -> bool:
@@ -131,10 +146,11 @@ def few_rows(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = Non
     """`[num_rows, out_size]`, see `block_linear`. out_size a multiple of the tile's outputs, in_size of BLOCK."""
     num_rows, out_size = x.shape[0], weight.shape[0]
     tile = tile or tuned(num_rows, out_size)
+    given = split_rows(x) if tile.terms else Terms(x, x)
     y = torch.empty(num_rows, out_size, dtype=x.dtype, device=x.device)
     _few_rows_kernel[(out_size // tile.outs, triton.cdiv(num_rows, tile.rows))](
-        x, weight, scale, scale if bias is None else bias, y, num_rows, x.stride(0),
+        *given, weight, scale, scale if bias is None else bias, y, num_rows, given.codes.stride(-2),
         OUT_SIZE=out_size, IN_SIZE=x.shape[1], ROWS=tile.rows, OUTS=tile.outs, TURN=tile.turn,
-        BIASED=bias is not None, num_warps=tile.warps, num_stages=tile.stages,
+        BIASED=bias is not None, TERMS=1 + tile.terms, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y

@@ -30,16 +30,20 @@ def test_the_twin_equals_the_matrix_in_float64(outs: int, ins: int, biased: bool
 
 
 @pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
+@pytest.mark.parametrize("terms", [False, True])
 @pytest.mark.parametrize(("rows", "outs", "ins", "turn"), [(1, 64, 128, 1), (17, 192, 256, 2), (70, 32, 384, 1)])
-def test_few_rows(device: str, dtype: torch.dtype, tolerance: float, rows: int, outs: int, ins: int, turn: int) -> None:
+def test_few_rows(
+    device: str, dtype: torch.dtype, tolerance: float, rows: int, outs: int, ins: int, turn: int, terms: bool
+) -> None:
+    """As they are, or as two terms, which have the precision of bfloat16."""
     from agentkv.kernels.block_fp8_triton import few_rows, tuned
 
     weight, scale, matrix = coded(outs, ins)
     x = drawn(rows, 2 * ins).to(device, dtype)[:, ins:]  # not contiguous
     bias = drawn(outs, seed=3).to(device, dtype) if rows == 17 else None
     want = x.double().cpu() @ matrix.T + (0 if bias is None else bias.double().cpu())
-    tile = tuned(rows, outs)._replace(turn=turn)
-    assert error(few_rows(x, weight.to(device), scale.to(device), bias, tile), want) < tolerance
+    tile = tuned(rows, outs)._replace(turn=turn, terms=terms)
+    assert error(few_rows(x, weight.to(device), scale.to(device), bias, tile), want) < max(tolerance, 4e-3 * terms)
 
 
 @pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
@@ -64,4 +68,4 @@ def test_rows_as_two_terms(device: str, dtype: torch.dtype, tolerance: float) ->
 
 @only_without_gpu
 def test_cases_pass_interpreted() -> None:
-    pass_interpreted(__file__, 4)
+    pass_interpreted(__file__, 7)
