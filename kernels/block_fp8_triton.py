@@ -33,6 +33,7 @@ class Tile(NamedTuple):
     parts: int = 1
     turn: int = 1
     terms: bool = False
+    split: int = 1
 
 
 @triton.jit
@@ -53,7 +54,7 @@ def _nearest(x):
 
 
 @triton.jit
-def _split_kernel(x_ptr, terms_ptr, scale_ptr, x_row, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr):
+def _terms_kernel(x_ptr, terms_ptr, scale_ptr, x_row, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr):
     """One row."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, SIZE_PAD)
@@ -111,6 +112,35 @@ def _few_rows_kernel(
     tl.store(y, made, mask=(row < num_rows)[None, :])
 
 
+@triton.jit(do_not_specialize=["num_rows"])
+def _split_kernel(
+    x_ptr, weight_ptr, scale_ptr, bias_ptr, y_ptr, num_rows, x_row,
+    OUT_SIZE: tl.constexpr, IN_SIZE: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, SPLIT: tl.constexpr,
+    BIASED: tl.constexpr,
+):  # fmt: skip
+    """The same, inputs in SPLIT parts, each the work of a warp or two: a chain of products is SPLIT times as short."""
+    out = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    live = (row < num_rows)[None, :]
+    place, part = tl.arange(0, 128), tl.arange(0, SPLIT)
+    PART: tl.constexpr = IN_SIZE // SPLIT
+    weight = weight_ptr + part[:, None, None] * PART + out[None, :, None].to(tl.int64) * IN_SIZE + place[None, None, :]
+    x = x_ptr + part[:, None, None] * PART + row[None, None, :].to(tl.int64) * x_row + place[None, :, None]
+    scale = scale_ptr + (tl.program_id(0) * OUTS // 128) * (IN_SIZE // 128) + part * (PART // 128)
+    total = tl.zeros((SPLIT, OUTS, ROWS), tl.float32)
+    step = tl.load(scale)
+    for block in range(PART // 128):
+        tile = tl.load(weight + block * 128)
+        given = tl.load(x + block * 128, mask=live[None, :, :], other=0.0)
+        following = tl.load(scale + tl.minimum(block + 1, PART // 128 - 1))
+        total += tl.dot(_widen(tile, given.dtype), given, input_precision="ieee") * step[:, None, None]
+        step = following
+    made = tl.sum(total, 0)
+    if BIASED:
+        made += tl.load(bias_ptr + out).to(tl.float32)[:, None]
+    tl.store(y_ptr + row[None, :].to(tl.int64) * OUT_SIZE + out[:, None], made, mask=live)
+
+
 def serves(x: Tensor, out_size: int) -> bool:
     """Is this for the functions of this file? On a GPU, no wider than float32, whole blocks of inputs and tiles of outputs."""
     known = x.dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -131,7 +161,7 @@ def split_rows(x: Tensor) -> Terms:
     num_rows, size = x.shape
     codes = torch.empty(num_rows, 2, size, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(num_rows, dtype=torch.float32, device=x.device)
-    _split_kernel[(num_rows,)](x, codes, scale, x.stride(0), SIZE=size, SIZE_PAD=triton.next_power_of_2(size))
+    _terms_kernel[(num_rows,)](x, codes, scale, x.stride(0), SIZE=size, SIZE_PAD=triton.next_power_of_2(size))
     return Terms(codes, scale)
 
 
@@ -146,9 +176,18 @@ def few_rows(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = Non
     """`[num_rows, out_size]`, see `block_linear`. out_size a multiple of the tile's outputs, in_size of BLOCK."""
     num_rows, out_size = x.shape[0], weight.shape[0]
     tile = tile or tuned(num_rows, out_size)
+    grid = (out_size // tile.outs, triton.cdiv(num_rows, tile.rows))
+    if tile.split > 1:
+        y = torch.empty(num_rows, out_size, dtype=x.dtype, device=x.device)
+        _split_kernel[grid](
+            x, weight, scale, scale if bias is None else bias, y, num_rows, x.stride(0),
+            OUT_SIZE=out_size, IN_SIZE=x.shape[1], ROWS=tile.rows, OUTS=tile.outs, SPLIT=tile.split,
+            BIASED=bias is not None, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+        return y
     given = split_rows(x) if tile.terms else Terms(x, x)
     y = torch.empty(num_rows, out_size, dtype=x.dtype, device=x.device)
-    _few_rows_kernel[(out_size // tile.outs, triton.cdiv(num_rows, tile.rows))](
+    _few_rows_kernel[grid](
         *given, weight, scale, scale if bias is None else bias, y, num_rows, given.codes.stride(-2),
         OUT_SIZE=out_size, IN_SIZE=x.shape[1], ROWS=tile.rows, OUTS=tile.outs, TURN=tile.turn,
         BIASED=bias is not None, TERMS=1 + tile.terms, num_warps=tile.warps, num_stages=tile.stages,

@@ -43,7 +43,7 @@ class Setting:
     max_rows: int
 
 
-WHOLE = Setting("qwen3-30b-a3b-fp8", "snapkv:capacity=8192", 131_072, 16_384, 512, 8192, 256)
+WHOLE = Setting("qwen3-30b-a3b-fp8", "snapkv:capacity=8192", 131_072, 8448, 512, 8448, 128)
 TINY = Setting("tiny-experts-fp8", "snapkv:capacity=48,window=16", 300, 100, 64, 64, 16)
 
 
@@ -103,6 +103,7 @@ def _begun(
     config = _config(setting, plan.arena, rows)
     runner = DrawnRunner(loaded, config, method)
     llm, told = LLM(config, runner, reuse="chain"), dict[str, Any]()
+    runner.drawn = "all"  # what is decoded on the way, too
     sampling = Sampling(temperature=0.0, max_tokens=setting.answer)
     *drawn, last = random_prompts(rows, setting.length, runner.vocab_size, seed=0)
     seals = runner.forms[0].bound is not None
@@ -110,13 +111,14 @@ def _begun(
     for prompt in drawn:
         sequences.append(llm.add(Request(prompt[: setting.drawn] if seals else prompt, sampling)))
         read_prompts(llm, sequences)
-    reading, runner.real = _Reading(loaded), seals
+    reading, runner.drawn = _Reading(loaded), "nothing" if seals else "all"
     sequences.append(llm.add(Request(last, sampling)))
     read_prompts(llm, sequences)
     injected = Injected(llm, runner, sequences)
     if seals:
         accounted = standing_bytes(loaded, config, method, setting.length, setting.length + 1)
         told["really_read"] = reading.told(injected, accounted, plan)
+    runner.drawn = "nothing"
     shuffle_units(llm, runner)
     llm.step()
     llm.check()

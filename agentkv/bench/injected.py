@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,10 +40,10 @@ _SWAPPED = 256 << 20
 
 class DrawnRunner(ModelRunner):
     """A runner that draws a prompt's hidden states, keys, values and queries (normal) instead of computing them. Decodes are
-    computed. real: so are prompts, from now on. last: the batch that was executed last; it may be executed again as long as
-    nothing else is."""
+    computed. drawn: what is drawn from now on: prompts, all, or nothing. last: the batch that was executed last; it may be
+    executed again as long as nothing else is."""
 
-    real = False
+    drawn: Literal["prompts", "all", "nothing"] = "prompts"
     last: Batch = Batch(rows=[])
 
     def execute(self, batch: Batch) -> list[int | None]:
@@ -54,8 +54,8 @@ class DrawnRunner(ModelRunner):
 
     def forward(self, step: Step) -> Tensor:
         """Hidden states `[num_tokens, hidden_size]`; those of prompts are 0."""
-        chunks = [batch for batch in step.batches if batch.prefill]
-        if self.real or not chunks:
+        chunks = [batch for batch in step.batches if batch.prefill or self.drawn == "all"]
+        if self.drawn == "nothing" or not chunks:
             return super().forward(step)
         first = min(batch.tokens.start for batch in chunks)
         hidden = torch.zeros(
