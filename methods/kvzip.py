@@ -102,10 +102,10 @@ class KVzip(SparseMethod):
         return self._kept(held.tokens, slots, min(slots, self._share(held.tokens)))
 
     def most(self, prompt: int, tokens: int) -> Most:
-        """What `keep` leaves, for a moment beside what an earlier prompt left, and the answer."""
+        """What `keep` leaves, and the answer."""
         if self.keep_ratio == 1:
             return Most(tokens, Keep(0, 0))
-        return Most(tokens - prompt, self._kept(prompt, prompt, self._share(prompt)), again=True)
+        return Most(tokens - prompt, self._kept(prompt, prompt, self._share(prompt)))
 
     def replay_most(self, prompt: int) -> int:
         """The longer instruction and a chunk."""

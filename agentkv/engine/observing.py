@@ -81,10 +81,10 @@ class Observing(SparseMethod):
         return replace(share, slots=min(share.slots, held.slots + held.tail))
 
     def most(self, prompt: int, tokens: int) -> Most:
-        """The window and the answer; a later turn's choice stands beside the earlier one for a moment."""
+        """The window and the answer."""
         if prompt <= self.capacity:
             return Most(tokens, Keep(0, 0))
-        return Most(self.window + tokens - prompt, self.share(prompt), again=True)
+        return Most(self.window + tokens - prompt, self.share(prompt))
 
     def seal(self, job: SealJob) -> Kept:
         """The best of each layer by what the last queries attend to."""

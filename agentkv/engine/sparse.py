@@ -110,8 +110,9 @@ class Keep:
 
 
 class Most(NamedTuple):
-    """The most that a sealed sequence holds: tail: tokens in its tail; keep: its sealed part; again: is it sealed again and
-    again, so that for a moment there are two (where `keep` appends, of its last pages)?"""
+    """The most that a sealed sequence holds: tail: tokens in its tail; keep: its sealed part; again: is it sealed while it
+    decodes, so that for a moment there are two (where `keep` appends, of its last pages)? A later prompt's seal is counted
+    for without that."""
 
     tail: int
     keep: Keep
