@@ -87,7 +87,7 @@ def _facts(loaded: LoadedModel) -> dict[str, Any]:
     return {
         "architecture": loaded.config.architecture,
         "format": "gguf" if loaded.path.is_file() else "safetensors",
-        "parameters": sum(each.numel() for each in loaded.model.parameters()),
+        "parameters": sum(each.numel() for name, each in loaded.model.named_parameters() if "scale" not in name),
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "weight_bytes": loaded.weight_bytes,
         "usable_bytes": usable_memory(loaded.device),

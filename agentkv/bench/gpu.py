@@ -19,6 +19,7 @@ from agentkv.bench import crossover
 from agentkv.bench.added_rows import added_rows
 from agentkv.bench.against_dense import against_rows
 from agentkv.bench.batches import batch_rows
+from agentkv.bench.capacity import capacity_rows
 from agentkv.bench.conditions import machine
 from agentkv.bench.continuation_row import continuation_rows
 from agentkv.bench.decode_step import step_rows
@@ -34,14 +35,14 @@ from agentkv.errors import BadRequest
 Tell = Callable[[str], None]
 FILE = "gpu.json"
 
-NOT_BUILT = ("Qwen3-30B-A3B FP8, decode at 128K, the largest batch against dense at its largest",)
+NOT_BUILT: tuple[str, ...] = ()
 """Lines of the table that have no row yet."""
 
 
 def all_rows() -> list[Row]:
     """In the order in which they are measured."""
     kernels = [*kernel_rows(), *selection_rows(), *dequant_rows(), *prefill_rows()]
-    decodes = [*step_rows(), *against_rows(), *mixed_rows(), *batch_rows()]
+    decodes = [*step_rows(), *against_rows(), *mixed_rows(), *batch_rows(), *capacity_rows()]
     return [*kernels, *decodes, *run_rows(), *added_rows(), *continuation_rows(), *crossover.crossover_rows()]
 
 

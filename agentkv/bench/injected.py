@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,9 +40,10 @@ _SWAPPED = 256 << 20
 
 class DrawnRunner(ModelRunner):
     """A runner that draws a prompt's hidden states, keys, values and queries (normal) instead of computing them. Decodes are
-    computed. last: the batch that was launched last; it may be executed again as long as nothing else is, and unless it was
-    launched ahead."""
+    computed. drawn: what is drawn from now on: prompts, all, or nothing. last: the batch that was launched last; it may be
+    executed again as long as nothing else is, and unless it was launched ahead."""
 
+    drawn: Literal["prompts", "all", "nothing"] = "prompts"
     last: Batch = Batch(rows=[])
 
     def launch(self, batch: Batch, after: Launched | None = None) -> StepDrawn:
@@ -53,8 +54,8 @@ class DrawnRunner(ModelRunner):
 
     def forward(self, step: Step) -> Tensor:
         """Hidden states `[num_tokens, hidden_size]`; those of prompts are 0."""
-        chunks = [batch for batch in step.batches if batch.prefill]
-        if not chunks:
+        chunks = [batch for batch in step.batches if batch.prefill or self.drawn == "all"]
+        if self.drawn == "nothing" or not chunks:
             return super().forward(step)
         first = min(batch.tokens.start for batch in chunks)
         hidden = torch.zeros(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from agentkv.engine import models
-from agentkv.engine.layers import ACTIVATIONS, Decoder, ModelConfig, RopeConfig
+from agentkv.engine.block_fp8 import read_blocks
+from agentkv.engine.layers import ACTIVATIONS, Decoder, ExpertConfig, ModelConfig, RopeConfig
 from agentkv.errors import BadModel
 
 _RESTORE = "Restore config.json from the model's publisher"
@@ -41,6 +42,8 @@ def read_config(raw: dict[str, Any]) -> ModelConfig:
             attention_scale=_attention_scale(raw),
             sliding=_read_sliding(raw, family),
             local_rope=_read_rope(raw, _SLIDING, _LOCAL) if _LOCAL in raw else None,
+            experts=_read_experts(raw) if "num_experts" in family.defaults else None,
+            blocks=read_blocks(raw),
         )
     except KeyError as error:
         raise BadModel(f"config.json lacks {error.args[0]!r}", hint=_RESTORE) from None
@@ -78,8 +81,6 @@ def _architecture(raw: dict[str, Any]) -> str:
 
 def _refuse_unserved(raw: dict[str, Any], architecture: str) -> None:
     """Refuse what would be computed wrongly rather than served wrongly."""
-    if raw.get("quantization_config"):
-        raise BadModel("quantized checkpoints are not served", hint="Use the bf16 checkpoint of the model")
     for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
         if raw.get(name):
             raise BadModel(f"{name} is not served for {architecture}", hint="Use a causal checkpoint without soft caps")
@@ -121,6 +122,28 @@ def _read_sliding(raw: dict[str, Any], family: type[Decoder]) -> tuple[int | Non
             hint="It must be the number of tokens that such a layer sees, and use_sliding_window, where there is one, true",
         )
     return tuple(window if kind == _SLIDING else None for kind in kinds)
+
+
+def _read_experts(raw: dict[str, Any]) -> ExpertConfig | None:
+    """Experts and the layers that have them, None where no layer does. Configs name their number in two ways."""
+    every, plain = int(raw["decoder_sparse_step"]), set(raw["mlp_only_layers"] or ())
+    if every < 1:
+        raise BadModel(f"config.json: decoder_sparse_step is {every}", hint="Every n-th layer has experts: n is at least 1")
+    experts = ExpertConfig(
+        count=int(raw.get("num_local_experts", raw["num_experts"])),
+        active=int(raw["num_experts_per_tok"]),
+        inner_size=int(raw["moe_intermediate_size"]),
+        normed=bool(raw["norm_topk_prob"]),
+        layers=tuple(each for each in range(int(raw["num_hidden_layers"])) if each not in plain and (each + 1) % every == 0),
+    )
+    if experts.count < 1 or not experts.layers:
+        return None
+    if experts.inner_size < 1 or not 1 <= experts.active <= experts.count:
+        raise BadModel(
+            f"config.json: {experts.active} active of {experts.count} experts with {experts.inner_size} inner units",
+            hint=_RESTORE,
+        )
+    return experts
 
 
 def _layer_kinds(raw: dict[str, Any]) -> list[str]:

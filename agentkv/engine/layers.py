@@ -44,12 +44,37 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertConfig:
+    """Experts of an MLP. count of them, `active` for each token; inner_size of each. normed: the weights of a token's experts
+    sum to 1. layers: those that have them; the others have a plain MLP."""
+
+    count: int
+    active: int
+    inner_size: int
+    normed: bool
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFormat:
+    """Weights of linear maps in the checkpoint are e4m3, with a scale for each block of 128 x 128. plain: modules that are
+    not, by their names there."""
+
+    plain: tuple[str, ...] = ()
+
+    def covers(self, module: str) -> bool:
+        """Has the linear map of that name in the checkpoint such weights?"""
+        inside = f".{module}."
+        return not any(f".{name}." in inside for name in self.plain)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Shape of a decoder, free of any family's spelling.
 
     window: most logical tokens of a sequence. sliding: by layer, how many tokens a query sees, itself included, None where it
     sees all; () is None for every layer. local_rope: of the layers that slide, where it is not `rope`. attention_scale: of the
-    scores; None is head_dim ** -0.5.
+    scores; None is head_dim ** -0.5. experts: None where no layer has any. blocks: None where all weights are plain.
     """
 
     architecture: str
@@ -70,6 +95,8 @@ class ModelConfig:
     attention_scale: float | None = None
     sliding: tuple[int | None, ...] = ()
     local_rope: RopeConfig | None = None
+    experts: ExpertConfig | None = None
+    blocks: BlockFormat | None = None
 
 
 class RMSNorm(nn.Module):
@@ -93,13 +120,31 @@ class RMSNorm(nn.Module):
         return total, self.forward(total)
 
 
-class PackedLinear(nn.Module):
-    """Several linear maps of one input as one product. sizes: output widths, in order."""
+class PackedWeight(nn.Module):
+    """Weights of linear maps of one input, one under the other: `[sum(sizes), in_size]`, or such a pack for each of several
+    experts. sizes: output widths, in order. stored: parameters with a dtype of their own, whatever the model's is."""
 
-    def __init__(self, in_size: int, sizes: tuple[int, ...], bias: bool = False) -> None:
+    stored: ClassVar[Mapping[str, torch.dtype]] = {}
+
+    def __init__(self, in_size: int, sizes: tuple[int, ...], *experts: int) -> None:
         super().__init__()
         self.sizes = sizes
-        self.weight = nn.Parameter(torch.empty(sum(sizes), in_size))
+        self.weight = nn.Parameter(torch.empty(*experts, sum(sizes), in_size))
+
+    def rows(self, parameter: str) -> tuple[int, ...]:
+        """Rows of each of the checkpoint's tensors that one of our parameters is packed from."""
+        return self.sizes
+
+    def plain(self) -> Tensor:
+        """The weights as they are multiplied with."""
+        return self.weight
+
+
+class PackedLinear(PackedWeight):
+    """Several linear maps of one input as one product."""
+
+    def __init__(self, in_size: int, sizes: tuple[int, ...], bias: bool = False) -> None:
+        super().__init__(in_size, sizes)
         self.bias = nn.Parameter(torch.empty(sum(sizes))) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -202,7 +247,7 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.self_attn = Attention(config, layer, qk_norm, qkv_bias)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.mlp = MLP(config)
+        self.mlp: nn.Module = MLP(config)
 
     def forward(self, hidden: Tensor, normed: Tensor, cos: Tensor, sin: Tensor, hooks: Lifecycle) -> tuple[Tensor, Tensor]:
         """Two `[num_tokens, hidden_size]` whose sum is the residual stream after this layer: whoever norms it next adds them in

@@ -18,7 +18,7 @@ from agentkv.engine import models
 from agentkv.engine.checkpoint import find_gguf
 from agentkv.engine.config import read_config
 from agentkv.engine.core import KVGroup
-from agentkv.engine.layers import Decoder, ModelConfig, PackedLinear
+from agentkv.engine.layers import Decoder, ModelConfig, PackedWeight
 from agentkv.errors import BadModel
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 _HASHED_WHOLE = 64 << 20  # a larger shard is fingerprinted by its header and samples
 _SAMPLE = 1 << 20
+_EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int8)
 _AGAIN = "Copy or download the file again"
 
 
@@ -93,8 +94,7 @@ def load_model(
     gguf = _open(file) if file else None
     raw = gguf.config() if gguf else read_json(folder / "config.json")
     config = read_config(raw)
-    with torch.device("meta"):
-        model = models.resolve(config.architecture)(config)
+    model = models.build(config)
     weights: Weights = gguf or _Shards(folder)
     for name, parameter in list(model.named_parameters()):
         _assign(model, name, _read(weights, model, name, parameter, target, kind, contents))
@@ -211,27 +211,41 @@ def _read(
 ) -> Tensor:
     """One of our parameters, packed from its sources, each of the expected shape; zeros of that shape without contents."""
     sources = model.source_names(name)
-    owner = model.get_submodule(name.rpartition(".")[0])
-    sizes = owner.sizes if isinstance(owner, PackedLinear) else (parameter.shape[0],)
-    found = []
-    for source, size in zip(sources, sizes, strict=True):
-        expected = (size, *parameter.shape[1:])
-        if contents:
-            found.append(weights.tensor(source))
-        shape = tuple(found[-1].shape) if contents else weights.shape(source)
+    owner, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+    rows: tuple[int, ...] = parameter.shape[:1]
+    stored = None
+    if isinstance(owner, PackedWeight):
+        rows, stored = owner.rows(leaf), owner.stored.get(leaf)
+    for source, count in zip(sources, rows, strict=True):
+        expected = (count, *parameter.shape[1:][-1:])  # experts lie one under the other
+        shape = weights.shape(source)
         if shape != expected:
             raise BadModel(
                 f"{source!r} has shape {list(shape)}, the config asks for {list(expected)}",
                 hint="The checkpoint does not match its config",
             )
+    kind = stored or dtype
     if not contents:
-        return _zeros(parameter.shape, dtype, device)
-    whole = torch.empty(parameter.shape, dtype=dtype, device=device)  # not before: a wrong config may ask for any size
+        return _zeros(parameter.shape, kind, device)
+    whole = torch.empty(parameter.shape, dtype=kind, device=device)  # not before: a wrong config may ask for any size
+    under = whole.view(sum(rows), *whole.shape[1:][-1:])
     start = 0
-    for tensor in found:
-        whole[start : start + len(tensor)] = tensor.to(device)
-        start += len(tensor)
+    for source, count in zip(sources, rows, strict=True):
+        under[start : start + count] = _coded(source, weights.tensor(source), stored).to(device)
+        start += count
     return whole
+
+
+def _coded(source: str, tensor: Tensor, stored: torch.dtype | None) -> Tensor:
+    """The tensor, if it is in FP8 where the config says so and nowhere else; values alone would be wrong by their scale."""
+    wanted = stored if stored == torch.float8_e4m3fn else None
+    if (tensor.dtype if tensor.dtype in _EIGHT_BITS else None) != wanted:
+        said = "FP8 weights (e4m3)" if wanted else "plain weights"
+        raise BadModel(
+            f"{source!r} is {str(tensor.dtype).removeprefix('torch.')}, the config asks for {said}",
+            hint="quantization_config must name the modules that are not FP8 in modules_to_not_convert, and no others",
+        )
+    return tensor
 
 
 def _zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:

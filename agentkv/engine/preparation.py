@@ -73,7 +73,7 @@ class Preparation:
 
     def _projection(self, layer: int, part: int, norm: Tensor | None) -> Projection:
         packed, dims = self._attention(layer).qkv_proj, (self.shape.num_kv_heads, self.shape.head_dim)
-        weight = torch.split_with_sizes(packed.weight.detach(), packed.sizes)[part].cpu()
+        weight = torch.split_with_sizes(packed.plain().detach(), packed.sizes)[part].cpu()
         bias = (
             None if packed.bias is None else torch.split_with_sizes(packed.bias.detach(), packed.sizes)[part].view(dims).cpu()
         )

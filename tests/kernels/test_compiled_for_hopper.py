@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the compiler is not there when interpreted")
 KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
-KINDS |= {torch.uint8: "u8", torch.int16: "i16"}
+KINDS |= {torch.uint8: "u8", torch.int16: "i16", torch.float8_e4m3fn: "fp8e4nv"}
 BF16 = torch.bfloat16
 
 
@@ -197,3 +197,35 @@ def test_store_of_pages(built: dict[str, str]) -> None:
     pages = QuantizedPages(torch.zeros(8, layout.page_bytes, dtype=torch.uint8), layout)
     put_pages(pages, torch.zeros(3, dtype=torch.int64), x, x)
     assert "_page_kernel" in built
+
+
+def coded(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    *lead, outs, ins = shape
+    return torch.zeros(*shape, dtype=torch.float8_e4m3fn), torch.zeros(*lead, outs // 128, ins // 128)
+
+
+@pytest.mark.parametrize("num_rows", [1, 64])
+def test_linear_by_block_fp8(built: dict[str, str], num_rows: int) -> None:
+    from agentkv.kernels.block_fp8_triton import few_rows
+
+    few_rows(torch.zeros(num_rows, 2048, dtype=BF16), *coded(5120, 2048), torch.zeros(5120, dtype=BF16))
+    assert "cp.async" in built["_few_rows_kernel"]
+    assert "cvt.rn.f16x2.e4m3x2" in built["_few_rows_kernel"]
+    assert "cvt.bf16.f16" not in built["_few_rows_kernel"]  # at a quarter of the rate that the bytes come in
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+@pytest.mark.parametrize("num_tokens", [64, 2048])
+def test_experts(built: dict[str, str], blocks: bool, num_tokens: int) -> None:
+    from agentkv.kernels import experts_triton as fused
+
+    maps = [coded(128, 1536, 2048), coded(128, 2048, 768)]
+    gate_up, down = maps if blocks else [(weight.to(BF16), None) for weight, _ in maps]
+    chosen, weights = fused.route(torch.zeros(num_tokens, 128, dtype=BF16), 8, True)
+    order, starts = fused.group(chosen, 128)
+    inner = fused.gate_up(torch.zeros(num_tokens, 2048, dtype=BF16), order, starts, *gate_up)
+    fused.down(inner, order, starts, weights, *down)
+    assert {"_route_kernel", "_group_kernel"} <= built.keys()
+    for name in ("_gate_up_kernel", "_down_kernel"):
+        assert "cp.async" in built[name]
+        assert "wgmma" in built[name]

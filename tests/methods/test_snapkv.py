@@ -132,3 +132,25 @@ def test_the_host_promises_what_comes(name: str, turns: list[tuple[int, int]]) -
 def test_refusals(options: dict[str, object], why: str) -> None:
     with pytest.raises(BadRequest, match=why):
         methods.get("snapkv", **options)
+
+
+def test_room_for_a_second_sealed_part_is_set_aside_only_until_the_next_one_is_written(folder: Path) -> None:
+    """32 tokens before the window are two units. A later turn's choice stands beside the earlier one for a moment; while an
+    answer is decoded there is no seal to come."""
+    llm = Engine(folder, "snapkv", capacity=40, window=8, step_tokens=33).llm
+    group = llm.runner.forms[0].sealed[0]
+    seen: list[list[tuple[int, int]]] = []
+    ids = prompt(90)
+    for _ in range(2):
+        sequence = llm.add(Request(ids, Sampling(max_tokens=8, temperature=0), chain_id="c"))
+        steps = []
+        while llm.has_work:
+            llm.step()
+            llm.check()
+            if sequence.reserved_units and sequence.state is not None:
+                steps.append((len(sequence.state.sealed[0].units), sequence.reserved_units.counts[group]))
+        made = sequence.token_ids[len(ids) :]
+        llm.commit(sequence, made)
+        ids = [*ids, *made, *prompt(60, seed=3)]
+        seen.append(sorted(set(steps)))
+    assert seen == [[(0, 2), (2, 0)], [(2, 0), (2, 2)]]

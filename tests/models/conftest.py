@@ -124,7 +124,7 @@ class Host:
 
 
 def _hf_config(family: str) -> Any:
-    from transformers import Gemma3TextConfig, LlamaConfig, Qwen2Config, Qwen3Config
+    from transformers import Gemma3TextConfig, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
     shared: dict[str, Any] = {
         "vocab_size": VOCAB,
@@ -149,6 +149,10 @@ def _hf_config(family: str) -> Any:
         )
     if family == "qwen3":
         return Qwen3Config(**shared, tie_word_embeddings=True)
+    if family.startswith("qwen3-moe"):  # one layer without experts, by either setting
+        experts = {"num_experts": 9, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+        plain = {"norm_topk_prob": True, "mlp_only_layers": [1]} if family == "qwen3-moe" else {"decoder_sparse_step": 2}
+        return Qwen3MoeConfig(**shared, **experts, **plain, tie_word_embeddings=family == "qwen3-moe")
     if family == "qwen3-sliding":
         slides = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
         return Qwen3Config(**shared, **slides, tie_word_embeddings=True)
@@ -220,7 +224,8 @@ def twin(checkpoint: Any, micro_path: Path) -> Any:
     def get(family: str, dtype: str) -> Any:
         if (family, dtype) not in made:
             path = micro_path if family == "micro" else checkpoint(family)
-            made[family, dtype] = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype]).eval()
+            loop = {"experts_implementation": "eager"} if "moe" in family else {}  # the default has no float64
+            made[family, dtype] = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], **loop).eval()
         return made[family, dtype]
 
     return get

@@ -74,7 +74,7 @@ def test_float64_logits_on_a_gpu(checkpoint: Any, family: str) -> None:
     assert (got - want).abs().max() <= 1e-9 * max(1.0, float(want.abs().max()))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3-moe", "gemma3"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-3), ("bfloat16", 0.06)])
 def test_logits_on_a_gpu(checkpoint: Any, family: str, dtype: str, tolerance: float) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False

@@ -11,7 +11,18 @@ from agentkv.engine.core import Batch
 from agentkv.engine.work import TableUpdate
 from agentkv.kernels.native import native
 
-FAMILIES = ["llama", "llama-biased", "qwen2", "qwen2-tied", "qwen3", "qwen3-sliding", "gemma3", "micro"]
+FAMILIES = [
+    "llama",
+    "llama-biased",
+    "qwen2",
+    "qwen2-tied",
+    "qwen3",
+    "qwen3-sliding",
+    "qwen3-moe",
+    "qwen3-moe-sparse",
+    "gemma3",
+    "micro",
+]
 TOLERANCE = {"float32": 1e-4, "float64": 1e-9}
 
 
@@ -58,7 +69,7 @@ def test_64_greedy_tokens_equal_transformers_generate(model: Any, twin: Any, hos
     assert host(model(family, "float32"), 16).greedy(0, prompt, 64) == want
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3-moe", "gemma3"])
 def test_a_mixed_batch_equals_each_row_alone(model: Any, host: Any, family: str) -> None:
     """A decode, a chunk with history, a fresh prompt and a second decode, out of order, in one step."""
     loaded = model(family, "float64")
@@ -76,7 +87,7 @@ def test_a_mixed_batch_equals_each_row_alone(model: Any, host: Any, family: str)
         assert (alone.logits(row, tokens) - scores).abs().max() <= 1e-12
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3-moe"])
 def test_decodes_of_a_batch_are_the_same_bits_as_alone(model: Any, host: Any, family: str) -> None:
     """In float32, at page edges, with the compiled kernels: nothing that a decode computes depends on the rest of the batch."""
     if not native().functions:

@@ -1,0 +1,71 @@
+"""Block-FP8 linear maps against the matrix in float64; the kernel in Triton's interpreter or on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from coded_weights import coded, drawn, error
+from devices import only_interpreted, only_without_gpu, pass_interpreted
+
+from agentkv.kernels.block_fp8 import block_linear, dequantize_blocks
+
+DEVICES = [
+    pytest.param("cpu", torch.float32, 1e-5, id="interpreter", marks=only_interpreted),
+    pytest.param("cuda", torch.float32, 1e-5, marks=pytest.mark.gpu),
+    pytest.param("cuda", torch.bfloat16, 6e-3, marks=pytest.mark.gpu),
+]
+
+
+@pytest.mark.parametrize(("outs", "ins"), [(128, 128), (256, 384), (100, 130), (1, 1), (2600, 70)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_twin_equals_the_matrix_in_float64(outs: int, ins: int, biased: bool) -> None:
+    weight, scale, matrix = coded(outs, ins)
+    x, bias = drawn(5, ins).double(), drawn(outs, seed=3).double() if biased else None
+    want = x @ matrix.T + (0 if bias is None else bias)
+    assert torch.equal(dequantize_blocks(weight, scale, torch.float64), matrix)
+    assert error(block_linear(x, weight, scale, bias), want) < 1e-14
+    single = block_linear(x.float(), weight, scale, None if bias is None else bias.float())
+    assert single.dtype == torch.float32
+    assert error(single, want) < 1e-6
+
+
+@pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
+@pytest.mark.parametrize("terms", [False, True])
+@pytest.mark.parametrize(("rows", "outs", "ins", "turn"), [(1, 64, 128, 1), (17, 192, 256, 2), (70, 32, 384, 1)])
+def test_few_rows(
+    device: str, dtype: torch.dtype, tolerance: float, rows: int, outs: int, ins: int, turn: int, terms: bool
+) -> None:
+    """As they are, or as two terms, which have the precision of bfloat16."""
+    from agentkv.kernels.block_fp8_triton import few_rows, tuned
+
+    weight, scale, matrix = coded(outs, ins)
+    x = drawn(rows, 2 * ins).to(device, dtype)[:, ins:]  # not contiguous
+    bias = drawn(outs, seed=3).to(device, dtype) if rows == 17 else None
+    want = x.double().cpu() @ matrix.T + (0 if bias is None else bias.double().cpu())
+    tile = tuned(rows, outs)._replace(turn=turn, terms=terms)
+    assert error(few_rows(x, weight.to(device), scale.to(device), bias, tile), want) < max(tolerance, 4e-3 * terms)
+
+
+@pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
+def test_rows_as_two_terms(device: str, dtype: torch.dtype, tolerance: float) -> None:
+    """Each term is e4m3 to the nearest, to even at half, by torch's own conversion; together they are within 2**-8, or within
+    2**-23 of a row's largest. Rows are of any size and step; zeros stay zero."""
+    from agentkv.kernels.block_fp8_triton import split_rows
+
+    x = (drawn(9, 2, 200) * torch.exp(drawn(9, 1, 200, seed=2) * 4)).to(device, dtype)[:, 1]
+    x[4] = 0
+    x[5, ::2] *= 2e-5  # below the smallest normal of the first term
+    codes, scale = split_rows(x)
+    assert codes.shape == (9, 2, 200)
+    wide, first, second = x.float().cpu(), codes[:, 0].float().cpu(), codes[:, 1].float().cpu()
+    scaled = (wide / scale.cpu()[:, None]).clamp(-448, 448)
+    assert torch.equal(first, scaled.to(torch.float8_e4m3fn).float())
+    assert torch.equal(second, ((scaled - first) * 16).to(torch.float8_e4m3fn).float())
+    back = (first.double() + second.double() / 16) * scale.cpu().double()[:, None]
+    most = wide.abs().amax(1, keepdim=True).double()
+    assert ((back - wide).abs() <= (wide.abs().double() * 2**-8).maximum(most * 2**-22.8) * (1 + 1e-6)).all()
+
+
+@only_without_gpu
+def test_cases_pass_interpreted() -> None:
+    pass_interpreted(__file__, 7)
