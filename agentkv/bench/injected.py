@@ -16,7 +16,7 @@ from torch import Tensor
 
 from agentkv.bench.shapes import random_prompts
 from agentkv.engine.cache.pools import KVPools
-from agentkv.engine.core import GRANULE, Batch, EngineConfig, Launched, Request
+from agentkv.engine.core import GRANULE, Batch, EngineConfig, Request
 from agentkv.engine.core import Sequence as EngineSequence
 from agentkv.engine.form import Held
 from agentkv.engine.forms import serve
@@ -24,6 +24,7 @@ from agentkv.engine.llm import LLM
 from agentkv.engine.loader import LoadedModel
 from agentkv.engine.oracle import cost
 from agentkv.engine.runner import ModelRunner, StepDrawn
+from agentkv.engine.runner_protocol import Launched
 from agentkv.engine.sparse import SparseMethod
 from agentkv.engine.step import Step
 from agentkv.engine.view import DeviceBatch, RowMass

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from agentkv.engine.cache.arena import UnitMoves
-from agentkv.engine.core import Batch, Runner
+from agentkv.engine.core import Batch
+from agentkv.engine.runner_protocol import Runner
 from agentkv.engine.work import Copies, Moves, PageWork, SealWork, Work
 from agentkv.errors import EngineFault
 

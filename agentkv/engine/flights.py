@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from agentkv.engine.core import Batch, Launched, Runner, Sequence
+from agentkv.engine.core import Batch, Sequence
 from agentkv.engine.demands import MasksAhead
 from agentkv.engine.device_memory import DeviceMemory
+from agentkv.engine.runner_protocol import Launched, Runner
 from agentkv.errors import EngineFault
 
 

@@ -14,7 +14,7 @@ from agentkv.engine.cache.intervals import common_prefix, merged, normal_edits, 
 from agentkv.engine.cache.pools import KVPools
 from agentkv.engine.cache.radix import RadixCache
 from agentkv.engine.cache.tiers import WarmTier
-from agentkv.engine.core import Batch, ChainInfo, Drawn, EngineConfig, Request, RowWork, Runner, Sequence, Status, StepOutput
+from agentkv.engine.core import Batch, ChainInfo, Drawn, EngineConfig, Request, RowWork, Sequence, Status, StepOutput
 from agentkv.engine.demands import check_drawn, check_sampling, equip, leader_of, promote
 from agentkv.engine.device_memory import DeviceMemory
 from agentkv.engine.flights import Flight, Flights
@@ -22,6 +22,7 @@ from agentkv.engine.lookup import agreed
 from agentkv.engine.oracle import PagedOracle
 from agentkv.engine.output import TextStream, TextTokenizer
 from agentkv.engine.reuse import Reuse
+from agentkv.engine.runner_protocol import Runner
 from agentkv.engine.scheduler import Scheduler
 from agentkv.engine.units import NOTHING, Units
 from agentkv.errors import BadRequest, Busy, Cancelled, Capacity, ContextOverflow, EngineFault

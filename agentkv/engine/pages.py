@@ -137,14 +137,14 @@ class KVPages:
         move_slots(layers, (source_units, source_slots), (target_units, target_slots))
 
     def move_units(self, unit_bytes: int, source: Sequence[int], target: Sequence[int]) -> None:
-        """See `core.Runner.move_units`."""
+        """See `runner_protocol.Runner.move_units`."""
         if len(source) != len(target):
             raise EngineFault(f"{len(source)} source units for {len(target)} targets")
         packed = self.send([*source, *target]).view(2, -1)
         move_units(unit_rows(self.arena, unit_bytes, GRANULE), packed[0], packed[1])
 
     def read_units(self, unit_bytes: int, units: Sequence[int]) -> memoryview:
-        """See `core.Runner.read_units`. The host memory is pinned where the device is a GPU."""
+        """See `runner_protocol.Runner.read_units`. The host memory is pinned where the device is a GPU."""
         rows = unit_rows(self.arena, unit_bytes, GRANULE)
         on_gpu = self.arena.device.type == "cuda"
         flat = torch.empty(len(units) * unit_bytes, dtype=torch.uint8, pin_memory=on_gpu)
@@ -157,7 +157,7 @@ class KVPages:
         return data
 
     def write_units(self, unit_bytes: int, units: Sequence[int], data: memoryview) -> None:
-        """See `core.Runner.write_units`."""
+        """See `runner_protocol.Runner.write_units`."""
         if data.nbytes != len(units) * unit_bytes:
             raise EngineFault(f"{data.nbytes} bytes for {len(units)} units of {unit_bytes}")
         rows = unit_rows(self.arena, unit_bytes, GRANULE)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from agentkv.engine.core import Batch, EngineConfig, Launched, RowWork
+from agentkv.engine.core import Batch, EngineConfig, RowWork
 from agentkv.engine.devices import cpu_kernels
 from agentkv.engine.form import Form
 from agentkv.engine.forms import query_window, serve, widths
@@ -19,6 +19,7 @@ from agentkv.engine.loader import LoadedModel
 from agentkv.engine.logprobs import NOBODY, Scored, score
 from agentkv.engine.pages import KVPages
 from agentkv.engine.query_window import QueryWindow
+from agentkv.engine.runner_protocol import Launched
 from agentkv.engine.sampler import sample
 from agentkv.engine.sealed_pages import SealedUnits
 from agentkv.engine.sealing import PagedSealJob, prune, write_kept
@@ -35,7 +36,7 @@ long as they save, and where other processes share the cores, many times as long
 
 
 class ModelRunner:
-    """Runs one model with one or several methods over the KV arena it owns. Implements `core.Runner`; used by one thread.
+    """Runs one model with one or several methods over the KV arena it owns: a `runner_protocol.Runner`, used by one thread.
 
     methods: in the order of `forms`. prefill: by method another that selects and views while prompts are read; None is the same
     method. graphs: of decode steps; None: those of a GPU where `config.graphs`, else none. BadRequest where a method does not
@@ -116,7 +117,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def move_units(self, unit_bytes: int, source: list[int], target: list[int]) -> None:
-        """Copy whole units from granule to granule, in order; see `core.Runner`."""
+        """Copy whole units from granule to granule, in order; see `runner_protocol.Runner`."""
         self.pages.move_units(unit_bytes, source, target)
 
     @torch.inference_mode()

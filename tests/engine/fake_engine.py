@@ -67,7 +67,7 @@ class Done:
 
 
 class FakeRunner:
-    """Implements `core.Runner` over a dictionary of granules."""
+    """Implements `runner_protocol.Runner` over a dictionary of granules."""
 
     ahead = False
 

@@ -59,7 +59,7 @@ class Merged:
 
 
 class RandomRunner:
-    """Implements `core.Runner`: random logits for every draw, and the real sampler."""
+    """Implements `runner_protocol.Runner`: random logits for every draw, and the real sampler."""
 
     groups = (KVGroup((0,), num_kv_heads=1, head_dim=128, itemsize=2, page_size=512),)
     forms = (KVForm((0,)),)
