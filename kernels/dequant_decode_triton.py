@@ -34,8 +34,9 @@ class Tuning(NamedTuple):
 
 def tuning(layout: PageLayout, members: int) -> Tuning:
     """What serves best on an H200: programs of one warp, which wait for nobody, and sixteen of them on a multiprocessor where
-    their registers allow it. members: query heads and tokens that read a KV head together."""
-    return Tuning(registers=128 if not layout.fp8 and layout.head_dim * max(8, members) <= 1024 else None)
+    their registers allow it, so that eight rows of 32K with eight KV heads are one wave. members: query heads and tokens that
+    read a KV head together."""
+    return Tuning(registers=128 if layout.head_dim * max(8, members) <= 1024 else None)
 
 
 def serves(layout: PageLayout) -> bool:

@@ -368,7 +368,7 @@ def paged_decode(
     lse = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=q.device)
     shared = {"HEADS": num_kv_heads, "GROUP": group, "QUERIES": queries, "PER_HEAD": plan.per_head, "DIM": head_dim}
     shared |= {"MOST": plan.most, **({"launch_pdl": True} if overlap else {})}
-    _piece_kernel[(plan.programs,)](
+    _piece_kernel[(min(plan.programs, items),)](
         q, pages, table, q if bias is None else bias, plan.lens, plan.ends, plan.pieces, parts, part_lse, plan.arrived,
         out, lse, lse if scores is None else scores,
         scale * 1.4426950408889634, plan.ends.numel(), q.stride(0), q.stride(1), pages.stride(0), pages.stride(1),

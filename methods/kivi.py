@@ -185,8 +185,8 @@ class KIVI(SparseMethod):
         return torch.where(inside, following, (following - 1).clamp(min=0)), positions[following] != places
 
     def _sealed(self, batch: DeviceBatch) -> tuple[Tensor, RowTable, Tensor]:
-        """Units of codes, the rows' pages of them, and the bias float32 `[num_rows, 1, max_slots]` that hides pruned slots;
-        once a step."""
+        """Units of codes, the rows' pages of them, and the bias float32 `[num_rows, 1, max_slots]` that hides pruned ones; once
+        a step."""
         sealed = batch.sealed
         assert sealed is not None
         if "sealed" not in batch.scratch:

@@ -68,6 +68,9 @@ def _held(scene: Scene) -> dict[str, Tensor]:
             elif group.by_slot:
                 items = pages.state(index)[unit].movedim(group.shape.index(-1), 0)
                 found[name] = items[:left].clone()
+                if group.beside:
+                    items = pages.beside(index)[unit].movedim(group.beside.index(-1), 0)
+                    found[f"{name}, beside"] = items[:left].clone()
     return found
 
 

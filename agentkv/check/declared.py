@@ -111,7 +111,9 @@ def _bytes(case: Case, state: KVState) -> tuple[int, int]:
 
 
 def _unit(spec: StateSpec, page: int) -> int:
-    return _granules(prod(page if dim == SLOT else dim for dim in spec.shape) * getattr(torch, spec.dtype).itemsize)
+    arrays = [spec.shape, *([] if spec.beside is None else [spec.beside[1]])]
+    items = sum(prod(page if dim == SLOT else dim for dim in shape) for shape in arrays)
+    return _granules(items * getattr(torch, spec.dtype).itemsize)
 
 
 def _granules(size: int) -> int:

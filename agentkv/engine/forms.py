@@ -217,7 +217,8 @@ def _unkept(method: SparseMethod, shape: ModelShape, kv: tuple[KVGroup, ...]) ->
     """Why what the method declares cannot be kept; None if it can."""
     specs = method.states(shape)
     pages = method.seals_into in ("stripe", "head")
-    if len({spec.name for spec in specs}) < len(specs):
+    names = [spec.name for spec in specs] + [spec.beside[0] for spec in specs if spec.beside is not None]
+    if len(set(names)) < len(names):
         return "two of its states have one name"
     if pages and (not method.stores or len(kv) != 1):
         return "its sealed part is of K and V, which must lie in pages of one group"

@@ -11,8 +11,8 @@ from coded import DIM, HEADS, LAYERS, Engine, Twin, make, prompt
 from torch import Tensor
 
 from agentkv import methods
-from agentkv.engine.core import Edit, Request
-from agentkv.engine.sparse import Plain
+from agentkv.engine.core import SLOT, Edit, Request
+from agentkv.engine.sparse import Plain, StateSpec
 from agentkv.errors import BadRequest
 from agentkv.types import Sampling
 
@@ -116,6 +116,15 @@ def test_the_reference_says_the_same() -> None:
         wanted = rounded(torch.cat((k[0][:, head], own[0, head].unsqueeze(0))))
         assert torch.equal(read.k[head], wanted)
         assert torch.equal(read.v[head][:9], rounded(v[:, head]))
+
+
+@pytest.mark.parametrize(
+    ("shape", "part", "beside"), [((SLOT,), "both", (SLOT,)), ((SLOT,), "tail", (2,)), ((3,), "tail", (SLOT,))]
+)
+def test_only_slots_of_the_tail_have_a_second_array(shape: tuple[int, ...], part: Any, beside: tuple[int, ...]) -> None:
+    scope: Any = "slot" if SLOT in shape else "page"
+    with pytest.raises(BadRequest, match="beside"):
+        StateSpec("x", scope, "uint8", "append", shape, part, beside=("y", beside))
 
 
 def test_refusals(folder: Path) -> None:
