@@ -69,7 +69,7 @@ class FP8KV(SparseMethod):
 
     def _nearest(self, x: Tensor) -> Tensor:
         """x float64 `[n, head_dim]` as it is read back."""
-        scale = (x.abs().amax(1, keepdim=True) / 448).to(self._dtype).double()
+        scale = (x.abs().amax(1, keepdim=True) / 448).to(getattr(torch, self.scales)).double()
         codes = range(127)  # of positive numbers, ascending; 127 is none
         numbers = [code * 2.0**-9 if code < 8 else (1 + code % 8 / 8) * 2.0 ** (code // 8 - 7) for code in codes]
         size = (x / scale.masked_fill(scale == 0, 1)).abs().clamp(max=448)
