@@ -82,7 +82,7 @@ def test_skewed_rows_and_other_lengths_in_one_graph(model: LoadedModel, dtype: t
 
 
 def test_launching_waits_for_nothing(model: LoadedModel) -> None:
-    """Greedy, sampled in every way, penalised, with log-probabilities: the host waits when it asks for the tokens, not before."""
+    """Greedy, sampled in every way, penalised, with log-probabilities: the host waits when it asks for tokens, not before."""
     config = EngineConfig(4 << 20, 256, max_rows=4)
     runner = ModelRunner(model, config, Dense())
     units = [[(16 * row + page) * runner.groups[0].stripe_bytes // 256 for page in range(16)] for row in range(4)]
