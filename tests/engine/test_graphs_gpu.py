@@ -10,7 +10,7 @@ import torch
 from graph_life import BUCKETS, METHODS, Life, play
 
 from agentkv.check.models import tiny
-from agentkv.engine.core import Batch, EngineConfig, RowWork
+from agentkv.engine.core import Batch, EngineConfig, History, RowWork
 from agentkv.engine.graphs import CudaDevice, Graphs
 from agentkv.engine.limits import Limits
 from agentkv.engine.loader import LoadedModel
@@ -79,3 +79,32 @@ def test_skewed_rows_and_other_lengths_in_one_graph(model: LoadedModel, dtype: t
         runner.graphs = None
         assert ours == [runner.execute(Batch(works))] * 2
     assert kept.stats().replays >= 7
+
+
+def test_launching_waits_for_nothing(model: LoadedModel) -> None:
+    """Greedy, sampled in every way, penalised, with log-probabilities: the host waits when it asks for tokens, not before."""
+    config = EngineConfig(4 << 20, 256, max_rows=4)
+    runner = ModelRunner(model, config, Dense())
+    units = [[(16 * row + page) * runner.groups[0].stripe_bytes // 256 for page in range(16)] for row in range(4)]
+    given = [
+        Sampling(),
+        Sampling(temperature=0.7, top_p=0.9, top_k=20, min_p=0.01),
+        Sampling(logprobs=True, top_logprobs=3),
+        Sampling(temperature=1.0, repetition_penalty=1.2, frequency_penalty=0.1, logit_bias={5: 1.0}),
+    ]
+
+    def batch(at: int) -> Batch:
+        rows = [RowWork(row, [3], at, at, True, sampling, 1, 1 + at) for row, sampling in enumerate(given)]
+        rows[3].history = History([1, 2, 3], 2)
+        return Batch(rows, [TableUpdate(row, 0, mine) for row, mine in enumerate(units)])
+
+    for at in (20, 21):  # kernels are compiled, and the step is captured
+        runner.launch(batch(at)).wait()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        flight = runner.launch(batch(22))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(token is not None for token in flight.wait())
+    assert runner.graphs is not None
+    assert runner.graphs.stats().replays == 2
