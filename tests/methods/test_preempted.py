@@ -49,8 +49,8 @@ def play(llm: LLM, rivals: dict[int, Request]) -> tuple[list[int], int]:
         (H2O(6, 5, 40), 120_000),
         (H2O(0.2, 0.1, 7), 100_000),
         (H2O(6, 5, 4, "interval"), 100_000),
-        (KVzip(0.4, chunk=12), 150_000),
-        (KVzip(0.4, chunk=12, scope="token"), 120_000),
+        (KVzip(0.4, chunk=12), 120_000),
+        (KVzip(0.4, chunk=12, scope="token"), 95_000),
     ],
 )
 @pytest.mark.parametrize("warm", [0, 1 << 20])
