@@ -1,8 +1,8 @@
 """Decode attention on a GPU over pages of codes in groups, made plain on their way into the products.
 
 Sixteen bits of a page hold codes of several channels. Shifted into the mantissa of a half, a code c reads 2**bits + c, so
-that one fused multiply-add makes two numbers plain, and scores and sums are products of halves. Scores stand with tokens in
-rows and query heads in columns, eight of which fill the matrix units.
+that one fused multiply-add makes two numbers plain, and scores and sums are products of halves: keys and values must lie within
+2**15. Scores stand with tokens in rows and query heads in columns, eight of which fill the matrix units.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
