@@ -1,9 +1,9 @@
 """Skewed batches of every method on a GPU, lengths that change from step to step and turn to turn: what `make sanitize` runs
 under NVIDIA's compute-sanitizer.
 
-`python tests/gpu/sanitize.py [METHOD ...]`; no names: each method alone, then two batches of six methods. Only where every tensor
-is an allocation of the driver's own does the checker see its edges: PYTORCH_NO_CUDA_MEMORY_CACHING=1. Graphs cannot be captured
-then, so they are off; without it steps are replayed with other lengths, and the checker sees the edges of large blocks.
+`python tests/gpu/sanitize.py [METHOD ...]`; no names: each method alone, then two batches of six methods. The checker sees the
+edges of a tensor only where each is an allocation of the driver's own: PYTORCH_NO_CUDA_MEMORY_CACHING=1. Graphs cannot be
+captured then, so they are off; without it steps are replayed with other lengths, and it sees the edges of large blocks.
 """
 
 from __future__ import annotations
