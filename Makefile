@@ -2,17 +2,20 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+SANITIZER ?= compute-sanitizer
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 CPU    := $(shell nvidia-smi -L >/dev/null 2>&1 && echo no || echo yes)
 ifeq ($(CPU),yes)
 PIP    += -c constraints/cpu.txt
 endif
 
-.PHONY: help demo test lint test-slow test-gpu models peers oracles figures wheel-check clean
+.PHONY: help demo test lint test-slow test-gpu sanitize models peers oracles figures wheel-check clean
 help:
 	@echo "make demo       set up .venv and watch an agent session, end to end"
 	@echo "make test       lint, types and the test suite"
 	@echo "make test-slow  the long tests and the must-show checks (minutes)"
+	@echo "make test-gpu   the tests that need an NVIDIA GPU"
+	@echo "make sanitize   every method on a GPU under compute-sanitizer, which the CUDA toolkit has"
 	@echo "make models     fetch the real small models that optional tests use into .models/ (about 340 MB)"
 	@echo "make peers      install vLLM for the CPU into .peers/ (3.5 GB), which bench engine can measure beside us"
 	@echo "make oracles    install kvpress for the CPU into .oracles/ (1.4 GB), which slow tests compare our eviction methods with"
@@ -35,6 +38,13 @@ test-slow: $(VENV)/.dev
 
 test-gpu: $(VENV)/.dev
 	$(BIN)/python -m pytest -m gpu
+
+# The first run compiles, which the checker need not watch; in the second each tensor is an allocation of the driver's own; the
+# third replays graphs.
+sanitize: $(VENV)/.dev
+	$(BIN)/python tests/gpu/sanitize.py
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool memcheck --error-exitcode 1 $(BIN)/python tests/gpu/sanitize.py
+	$(SANITIZER) --tool memcheck --error-exitcode 1 $(BIN)/python tests/gpu/sanitize.py
 
 models: $(VENV)/.dev
 	$(BIN)/python tests/models/fetch_models.py

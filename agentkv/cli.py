@@ -149,6 +149,7 @@ def serve(
         list[str] | None, typer.Option(envvar="AGENTKV_API_KEY", help="Accepted bearer key; repeatable.")
     ] = None,
     policy: Annotated[Path | None, typer.Option(help="JSON file with the default pruning policy.")] = None,
+    warmup: Annotated[bool, typer.Option("--warmup", help="Compile and capture before serving, as `agentkv warmup`.")] = False,
     db: Db = None,
 ) -> None:
     """Serve the OpenAI API and /v1/sessions."""
@@ -163,6 +164,9 @@ def serve(
     sizes |= {"step_timeout": step_timeout, "lookup": lookup, "threads": threads, "graphs": graphs}
     sizes["methods"] = also or ()
     with Runtime(model, method=method, device=device, dtype=dtype, db=db or DEFAULT, **sizes) as runtime:
+        if warmup:
+            rounds = runtime.warm_up()
+            typer.echo(f"warm after {sum(each['seconds'] for each in rounds):.1f} s", err=True)
         lines = paste_lines(f"http://{host}:{port}", runtime.model_name, runtime.window)
         typer.echo(lines.replace('"none"', '"YOUR_KEY"') if api_key else lines, err=True)
         served = create_app(runtime, api_keys=tuple(api_key or ()), policy=default_policy)

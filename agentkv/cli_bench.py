@@ -318,6 +318,19 @@ def lookup(
         typer.echo(f"{row['name']:14} {row['tokens']:7} {rates}  {'the same' if row['same'] else 'DIFFERENT'}")
 
 
+@app.command("backends")
+def backends(
+    measured: Annotated[Path, typer.Argument(help="gpu.json of agentkv bench gpu.")],
+    doc: Annotated[Path | None, typer.Option(callback=_file, help="Page whose tables are made anew: docs/gpu.md.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make what was measured on this GPU known to agentkv doctor, and to a page."""
+    from agentkv.bench.backends import write
+
+    made = write(measured, doc=doc)
+    typer.echo(json.dumps(made) if as_json else f"agentkv doctor now knows the {made['device']}")
+
+
 def parse_seeds(text: str) -> list[int]:
     """'7,8,9' or '0-199', or a mixture, to a list without repeats."""
     seeds: list[int] = []

@@ -32,6 +32,8 @@ def doctor(
 
 def lines(report: dict[str, Any]) -> Iterator[str]:
     """The report for people."""
+    from agentkv.runtime_backends import told
+
     yield f"machine    Python {report['python']}, {report['platform']}"
     yield f"cpu        {_cpu(report['cpu'])}"
     yield f"           one core for each thread of the engine: {report['cpu']['pinning']}"
@@ -39,6 +41,7 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
     for gpu in report["gpus"]:
         memory = f"{size(gpu['free_bytes'])} of {size(gpu['bytes'])} free"
         yield f"gpu        {gpu['device']}: {gpu['name']}, {memory}, compute capability {gpu['capability']}"
+        yield from (f"           {line}" for line in told(gpu["attention"]))
     if not report["gpus"]:
         yield "gpu        none that this torch can use"
     here = (f"{name} {row['version']}" for name, row in report["libraries"].items() if row["version"])

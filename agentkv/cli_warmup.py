@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -29,9 +31,11 @@ def warmup(
     except ValueError:
         raise BadRequest(f"--rows {rows!r}: numbers, like 1,4,16", param="rows") from None
     sizes: dict[str, Any] = {"memory": memory, "window": window, "methods": also or ()}
+    cache, before = _compiled()
     with Runtime(model, method=method, device=device, dtype=dtype, db=None, **sizes) as runtime:
         took = runtime.warm_up(counts, tokens)
         report = {"model": runtime.model_name, "device": runtime.device, "rounds": took, "graphs": runtime.stats()["graphs"]}
+    report |= {"cache": str(cache), "compiled": len(_compiled()[1] - before)}
     if as_json:
         typer.echo(json.dumps(report))
         return
@@ -39,3 +43,10 @@ def warmup(
         typer.echo(f"{each['method']:24} {each['rows']:4} rows  {each['seconds']:8.2f} s")
     if report["graphs"] is not None:
         typer.echo(f"{report['graphs']['captured']} decode steps captured in {report['graphs']['seconds']:.1f} s")
+        typer.echo(f"{report['compiled']} kernels compiled, kept in {cache}")
+
+
+def _compiled() -> tuple[Path, set[str]]:
+    """Where Triton keeps what it compiles, and the kernels that are there."""
+    cache = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+    return cache, {path.parent.name for path in cache.glob("*/*.cubin")}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import shutil
 from pathlib import Path
 from typing import Any
 
+from agentkv.runtime_backends import backends
 from agentkv.runtime_findings import Findings
 
 NEEDED = (
@@ -27,7 +29,7 @@ OPTIONAL = {
     "triton": "GPU decode kernels; without it torch does their work, slower",
     "psycopg": "sessions in PostgreSQL: pip install 'agentkv[postgres]'",
     "matplotlib": "plots of agentkv bench: pip install 'agentkv[bench]'",
-    "flashinfer-python": "nothing yet: no kernel of it is used in this version",
+    "flashinfer-python": "a peer of agentkv bench gpu: none of its kernels is used, since none was measured to be faster",
 }
 """Package -> what it is for, or what its absence costs."""
 
@@ -105,12 +107,14 @@ def _advise_threads(facts: dict[str, Any], found: Findings) -> None:
 def _gpus(found: Findings) -> list[dict[str, Any]]:
     from agentkv.engine.devices import gpu_facts
 
-    facts = gpu_facts()
+    facts = [{**gpu, "attention": backends(gpu["name"])} for gpu in gpu_facts()]
     if not facts and shutil.which("nvidia-smi"):
         found.problem("gpu", "nvidia-smi is here, but this torch sees no GPU", "Install a CUDA build of torch")
     for gpu in facts:
         if not gpu["bfloat16"]:
             found.advise("gpu", f"{gpu['device']} ({gpu['name']}) has no bfloat16, which 'auto' takes", "Use dtype='float16'")
+    if facts and importlib.util.find_spec("triton") is None:
+        found.advise("gpu", "triton is missing; torch does the work of the GPU kernels, slower", "pip install triton")
     return facts
 
 

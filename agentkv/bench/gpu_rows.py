@@ -16,8 +16,8 @@ from torch import Tensor
 
 from agentkv.bench.device_times import Work, graph_of, times
 from agentkv.bench.model_peer import transformers_run
-from agentkv.bench.paged_peer import flashinfer_decode
-from agentkv.bench.paged_shapes import PAGE, SHAPES, Drawn, Shape, draw
+from agentkv.bench.paged_peer import better, flashinfer_decode
+from agentkv.bench.paged_shapes import PAGE, SHAPES, SHORT, Drawn, Shape, draw
 from agentkv.engine.cache.layout import Granularity
 
 
@@ -130,8 +130,8 @@ def small(shape: Shape) -> Shape:
 
 def kernel_rows() -> Iterator[Row]:
     """Decode attention of all shapes, tables by layer and head, a prompt's chunk."""
-    for shape in SHAPES:
-        yield Row(f"paged decode attention {shape.name}", "of copy", shape.share, decode_of(shape), gain=shape.gain)
+    for shape in (*SHAPES, *SHORT):
+        yield Row(f"paged decode attention {shape.name}", "of copy", shape.share or None, decode_of(shape), gain=shape.gain)
     whole = SHAPES[0]
     yield Row(f"per-layer tables, same bytes, {whole.name}", "of shared-table speed", 0.9, _tables(whole, "layer"))
     yield Row(f"per-head tables, same bytes, {whole.name}", "of shared-table speed", 0.9, _tables(whole, "head"))
@@ -174,9 +174,9 @@ def decode_of(shape: Shape) -> Callable[[Rig], Measured]:
         del drawn, one
         peer = flashinfer_decode(given, layers, rig.device, rig.repeats) if rig.peers else {"why_not": "not asked for"}
         speed = given.kv_bytes / median(us) / 1e6
-        better = min((median(peer[mode]) for mode in ("cuda_cores_us", "tensor_cores_us") if mode in peer), default=None)
         more = {"tb_per_s": speed, "layers_a_replay": layers, "plan_and_one_layer_us": median(alone)}
-        gain = better / median(us) if better else None
+        theirs = better(peer)
+        gain = theirs / median(us) if theirs else None
         return Measured(us, speed / rig.copy, rig.copy, "TB/s", peer, gain, more)
 
     return measure

@@ -15,7 +15,8 @@ PAGE, DIM = 16, 128
 
 
 class Shape(NamedTuple):
-    """Decode attention of rows of these lengths. share: of the copy rate, what is to be reached; gain: over the peer."""
+    """Decode attention of rows of these lengths. share: of the copy rate, what is to be reached, 0 where nothing is wanted;
+    gain: over the peer."""
 
     name: str
     lens: tuple[int, ...]
@@ -40,6 +41,10 @@ SHAPES = (
     Shape("32x8K 32/4", (8192,) * 32, 32, 4, 0.82),
     Shape("1x128K + 31x2K 32/4", (131_072, *(2048,) * 31), 32, 4, 0.75),
 )
+
+
+SHORT = (Shape("8x2K 32/8", (2048,) * 8, 32, 8, 0.0), Shape("64x1K 32/8", (1024,) * 64, 32, 8, 0.0))
+"""Rows as short as where a library's kernel may be the faster one."""
 
 
 @dataclass(frozen=True)

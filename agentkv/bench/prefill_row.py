@@ -1,4 +1,4 @@
-"""A prompt's chunk over paged history, by every route, beside cuDNN on contiguous keys and values."""
+"""A prompt's chunk over paged history, by every route, beside FlashInfer, and cuDNN on contiguous keys and values."""
 
 # mypy: disable-error-code="no-untyped-call"
 # (torch's operations)
@@ -14,6 +14,7 @@ import torch
 from agentkv.bench.device_times import host_time, times
 from agentkv.bench.gpu_rows import Measured, Rig, Row, small
 from agentkv.bench.paged_shapes import Shape, draw
+from agentkv.bench.prefill_peer import BACKENDS, flashinfer_prefill
 
 NEW = 2048
 SHAPE = Shape("2,048 new over 32K, 32/8", (32_768 + NEW,), 32, 8, 0.0)
@@ -80,8 +81,11 @@ def _measure(rig: Rig) -> Measured:
     taken = ways.get("None") or next(iter(ways.values()))
     if "us" not in taken:
         raise RuntimeError(f"no way ran: {ways}")
-    peer = _contiguous(rig) if on_gpu else {"why_not": "no GPU"}
-    return Measured(taken["us"], taken["tflop_per_s"], rig.matmul, "TFLOP/s", peer, more={"ways": ways})
+    more = {"ways": ways, "contiguous": _contiguous(rig) if on_gpu else {"why_not": "no GPU"}}
+    peer = flashinfer_prefill(shape, new, rig.device, rig.repeats) if rig.peers else {"why_not": "not asked for"}
+    better = min((median(peer[f"{name}_us"]) for name in BACKENDS if f"{name}_us" in peer), default=None)
+    gain = better / median(taken["us"]) if better else None
+    return Measured(taken["us"], taken["tflop_per_s"], rig.matmul, "TFLOP/s", peer, gain, more)
 
 
 def _contiguous(rig: Rig) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -49,3 +50,14 @@ def test_command() -> None:
     report = json.loads(found.output.splitlines()[-1])
     assert [each["rows"] for each in report["rounds"]] == [1, 2]
     assert report["graphs"] is None
+    assert report["compiled"] == 0  # a CPU's kernels are built when the engine starts
+
+
+def test_a_server_is_warm_before_it_is_told_where_it_listens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    served = list[str]()
+    monkeypatch.setattr("uvicorn.run", lambda app, **options: served.append(options["host"]))
+    arguments = ["serve", "--warmup", "--memory", "16MiB", "--port", "0", "--db", str(tmp_path / "sessions.db")]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert served == ["127.0.0.1"]
+    assert result.output.index("warm after") < result.output.index("http://127.0.0.1")

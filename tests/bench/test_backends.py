@@ -1,0 +1,129 @@
+"""What a run of `bench gpu` tells users: the doctor's data and the page's tables follow from its JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from agentkv.bench import backends
+from agentkv.cli import app
+from agentkv.cli_doctor import lines
+from agentkv.engine import devices
+from agentkv.errors import BadRequest
+from agentkv.runtime_backends import DATA, told
+from agentkv.runtime_backends import backends as known_of
+from agentkv.runtime_doctor import examine
+
+ROOT = Path(__file__).resolve().parents[2]
+DOC = ROOT / "docs" / "gpu.md"
+H200 = {"device": "cuda:0", "capability": "9.0", "bytes": 150 << 30, "free_bytes": 149 << 30, "bfloat16": True}
+
+
+def row(name: str, us: float, **more: Any) -> dict[str, Any]:
+    plain = {"value": 0.5, "unit": "of copy", "target": 0.6, "at_most": False, "met": False, "value_met": False}
+    found: dict[str, Any] = {"name": name, **plain, "median_us": us, "peer": None, "gain": None, "date": "2026-11-29T01:02:03"}
+    return {**found, **more}
+
+
+def measured(**more: Any) -> dict[str, Any]:
+    peer = {"name": "flashinfer", "cuda_cores_us": [30.0, 10.0, 20.0], "xqa_us": [5.0], "tensor_cores_why_not": ["no"]}
+    rows = [
+        row("paged decode attention 8x32K 32/8", 10.0, peer=peer, gain=0.5),
+        row("paged decode attention 1x32K 32/8", 40.0, peer=peer, gain=0.125, target=None, met=True, value_met=True),
+        row("chunked prefill attention, 2,048 new", 8.0, peer={"name": "flashinfer", "fa3_us": [4.0]}),
+        row("chunked prefill attention, other", 8.0, peer={"why_not": "no"}),
+        {"name": "decode that failed", "error": "RuntimeError: no"},
+    ]
+    ceilings = {
+        "copy": {"value": 4.25, "unit": "TB/s", "us": [1.0]},
+        "matmul": {"value": 780.0, "unit": "TFLOP/s", "us": [1.0]},
+    }
+    versions = {"torch": "2.11.0", "flashinfer-python": "0.6.3", "vllm": None}
+    whole = {"device": "NVIDIA Thing", "date": "2026-11-01T00:00:00", "commit": "abc", "tiny": False}
+    return {**whole, "ceilings": ceilings, "versions": versions, "rows": rows, **more}
+
+
+def test_ratios_are_of_medians_and_by_peer() -> None:
+    found = backends.facts(measured(), "gpu.json")
+    assert found["operations"] == {
+        "decode": {
+            "FlashInfer 0.6.3": {"8x32K 32/8": 2.0, "1x32K 32/8": 0.5},
+            "FlashInfer 0.6.3 xqa": {"8x32K 32/8": 0.5, "1x32K 32/8": 0.125},
+        },
+        "prompt chunks": {"FlashInfer 0.6.3 fa3": {"2,048 new": 0.5}},
+    }
+    assert found["date"] == "2026-11-29T01:02:03"
+    assert found["versions"] == {"torch": "2.11.0", "flashinfer-python": "0.6.3"}
+    assert found["ceilings"]["copy"] == {"value": 4.25, "unit": "TB/s"}
+
+
+def test_a_gpu_takes_its_own_place_and_a_page_its_tables(tmp_path: Path) -> None:
+    path, data, doc = (tmp_path / name for name in ("gpu.json", "backends.json", "page.md"))
+    doc.write_text(f"before\n{backends.BEGIN}\nold\n{backends.END}\nafter\n")
+    data.write_text(json.dumps({"Other": {"kept": True}, "NVIDIA Thing": {"old": True}}))
+    path.write_text(json.dumps(measured()))
+    made = backends.write(path, doc=doc, data=data)
+    assert json.loads(data.read_text()) == {"Other": {"kept": True}, "NVIDIA Thing": made}
+    text = doc.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "old" not in text
+    assert "| paged decode attention 8x32K 32/8 | 10 µs | 0.5 of copy | at least 0.6: not reached | 0.50x as fast as" in text
+    assert "decode that failed" not in text
+
+
+@pytest.mark.parametrize("content", ["no JSON", "[]", '{"rows": []}', json.dumps(measured(tiny=True))])
+def test_another_file_is_refused(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "gpu.json"
+    path.write_text(content)
+    with pytest.raises(BadRequest):
+        backends.write(path, data=tmp_path / "data.json")
+    assert not (tmp_path / "data.json").exists()
+
+
+def test_a_page_without_the_marks_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    path, doc = tmp_path / "gpu.json", tmp_path / "page.md"
+    path.write_text(json.dumps(measured()))
+    doc.write_text("nothing")
+    with pytest.raises(BadRequest, match="lacks the lines"):
+        backends.write(path, doc=doc, data=tmp_path / "data.json")
+    assert not (tmp_path / "data.json").exists()
+
+
+def test_what_is_shipped_was_made_from_what_was_measured() -> None:
+    """Otherwise: agentkv bench backends docs/bench/gpu.json --doc docs/gpu.md, in the project's folder."""
+    source = "docs/bench/gpu.json"
+    result = json.loads((ROOT / source).read_text())
+    assert json.loads(DATA.read_text())[result["device"]] == backends.facts(result, source)
+    assert "\n".join(backends.tables(result)) in DOC.read_text()
+
+
+def test_the_doctor_names_the_backend_the_peer_and_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "gpu_facts", lambda: [{**H200, "name": "NVIDIA H200"}])
+    report = examine("micro", device="cpu", memory=64 << 20)
+    text = "\n".join(lines(report))
+    assert "decode: Triton kernels of this package, over pages in place; FlashInfer 0.6.3, not used, takes" in text
+    assert "prompt chunks: gathered pages; cuDNN for a long history" in text
+    assert "measured on an NVIDIA H200, 2026-11-29" in text
+    assert "tuned on this GPU: linear (6144x2560" in text
+
+
+def test_a_gpu_that_nobody_measured_is_told_how() -> None:
+    found = known_of("NVIDIA Nothing")
+    assert found["measured"] is None
+    text = "\n".join(told(found))
+    assert "times as long" not in text
+    assert "tuned on this GPU: nothing" in text
+    assert "nothing was measured on this GPU; agentkv bench gpu --out DIR" in text
+
+
+def test_the_command_says_what_it_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends.write, "__kwdefaults__", {"doc": None, "data": tmp_path / "data.json"})
+    path = tmp_path / "gpu.json"
+    path.write_text(json.dumps(measured()))
+    result = CliRunner().invoke(app, ["bench", "backends", str(path)])
+    assert result.output.strip() == "agentkv doctor now knows the NVIDIA Thing"
