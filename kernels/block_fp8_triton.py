@@ -10,6 +10,7 @@ activations become two e4m3 terms and the matrix units take both operands as the
 
 from __future__ import annotations
 
+from math import gcd
 from typing import NamedTuple
 
 import torch
@@ -23,8 +24,7 @@ BLOCK = 128
 
 class Tile(NamedTuple):
     """Of one program: rows of the input, outputs; warps, and turns of its loop whose weights are on their way. parts: programs
-    that share the rows of an expert; turn: blocks of inputs in a turn, a divisor of all; terms: of a linear map,
-    rows become two terms."""
+    that share the rows of an expert; turn: blocks of inputs in a turn, a divisor of all."""
 
     rows: int
     outs: int
@@ -32,8 +32,6 @@ class Tile(NamedTuple):
     stages: int
     parts: int = 1
     turn: int = 1
-    terms: bool = False
-    split: int = 1
 
 
 @triton.jit
@@ -69,76 +67,33 @@ def _terms_kernel(x_ptr, terms_ptr, scale_ptr, x_row, SIZE: tl.constexpr, SIZE_P
     tl.store(scale_ptr + row, scale)
 
 
-@triton.jit
-def _whole(total, scale_ptr, row, live, OUTS: tl.constexpr, ROWS: tl.constexpr, TERMS: tl.constexpr):
-    """`[OUTS, ROWS]` of `[OUTS, ROWS * TERMS]`: two terms of a row lie side by side, see `Terms`."""
-    if TERMS == 2:
-        first, second = tl.split(tl.reshape(total, [OUTS, ROWS, 2]))
-        scale = tl.load(scale_ptr + row, mask=live, other=0.0)
-        return (first + second * 0.0625) * scale[None, :]
-    else:  # noqa: RET505 - only one of two is compiled
-        return total
-
-
 @triton.jit(do_not_specialize=["num_rows"])
 def _few_rows_kernel(
-    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, y_ptr, num_rows, x_row,
+    x_ptr, weight_ptr, scale_ptr, bias_ptr, y_ptr, num_rows, x_row,
     OUT_SIZE: tl.constexpr, IN_SIZE: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, TURN: tl.constexpr,
-    BIASED: tl.constexpr, TERMS: tl.constexpr,
+    BIASED: tl.constexpr,
 ):  # fmt: skip
     """A tile of outputs of a tile of rows. Weights are the product's left side, so that few rows fill the matrix units."""
     out = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
-    column = tl.arange(0, ROWS * TERMS)
-    entry = tl.program_id(1) * ROWS + column // TERMS
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    live = (row < num_rows)[None, :]
     place = tl.arange(0, 128)
     weight = weight_ptr + out[:, None].to(tl.int64) * IN_SIZE + place[None, :]
-    x = x_ptr + (entry.to(tl.int64) * TERMS + column % TERMS)[None, :] * x_row + place[:, None]
+    x = x_ptr + row[None, :].to(tl.int64) * x_row + place[:, None]
     scale = scale_ptr + (tl.program_id(0) * OUTS // 128) * (IN_SIZE // 128)
-    total = tl.zeros((OUTS, ROWS * TERMS), tl.float32)
+    total = tl.zeros((OUTS, ROWS), tl.float32)
     step = tl.load(scale)  # one ahead of its product, which would wait for it otherwise
     for turn in range(IN_SIZE // 128 // TURN):
         for each in tl.static_range(TURN):
             block = turn * TURN + each
             tile = tl.load(weight + block * 128)
-            given = tl.load(x + block * 128, mask=(entry < num_rows)[None, :], other=0.0)
+            given = tl.load(x + block * 128, mask=live, other=0.0)
             following = tl.load(scale + tl.minimum(block + 1, IN_SIZE // 128 - 1))
             total += tl.dot(_widen(tile, given.dtype), given, input_precision="ieee") * step
             step = following
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    made = _whole(total, x_scale_ptr, row, row < num_rows, OUTS, ROWS, TERMS)
     if BIASED:
-        made += tl.load(bias_ptr + out).to(tl.float32)[:, None]
-    y = y_ptr + row[None, :].to(tl.int64) * OUT_SIZE + out[:, None]
-    tl.store(y, made, mask=(row < num_rows)[None, :])
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _split_kernel(
-    x_ptr, weight_ptr, scale_ptr, bias_ptr, y_ptr, num_rows, x_row,
-    OUT_SIZE: tl.constexpr, IN_SIZE: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, SPLIT: tl.constexpr,
-    BIASED: tl.constexpr,
-):  # fmt: skip
-    """The same, inputs in SPLIT parts, each the work of a warp or two: a chain of products is SPLIT times as short."""
-    out = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    live = (row < num_rows)[None, :]
-    place, part = tl.arange(0, 128), tl.arange(0, SPLIT)
-    PART: tl.constexpr = IN_SIZE // SPLIT
-    weight = weight_ptr + part[:, None, None] * PART + out[None, :, None].to(tl.int64) * IN_SIZE + place[None, None, :]
-    x = x_ptr + part[:, None, None] * PART + row[None, None, :].to(tl.int64) * x_row + place[None, :, None]
-    scale = scale_ptr + (tl.program_id(0) * OUTS // 128) * (IN_SIZE // 128) + part * (PART // 128)
-    total = tl.zeros((SPLIT, OUTS, ROWS), tl.float32)
-    step = tl.load(scale)
-    for block in range(PART // 128):
-        tile = tl.load(weight + block * 128)
-        given = tl.load(x + block * 128, mask=live[None, :, :], other=0.0)
-        following = tl.load(scale + tl.minimum(block + 1, PART // 128 - 1))
-        total += tl.dot(_widen(tile, given.dtype), given, input_precision="ieee") * step[:, None, None]
-        step = following
-    made = tl.sum(total, 0)
-    if BIASED:
-        made += tl.load(bias_ptr + out).to(tl.float32)[:, None]
-    tl.store(y_ptr + row[None, :].to(tl.int64) * OUT_SIZE + out[:, None], made, mask=live)
+        total += tl.load(bias_ptr + out).to(tl.float32)[:, None]
+    tl.store(y_ptr + row[None, :].to(tl.int64) * OUT_SIZE + out[:, None], total, mask=live)
 
 
 def serves(x: Tensor, out_size: int) -> bool:
@@ -165,31 +120,26 @@ def split_rows(x: Tensor) -> Terms:
     return Terms(codes, scale)
 
 
-def tuned(num_rows: int, out_size: int) -> Tile:
-    """The tile for so many rows and outputs."""
-    rows = max(16, min(64, triton.next_power_of_2(num_rows)))
-    outs = next(each for each in (64, 32) if out_size % each == 0)
-    return Tile(rows, outs, 4, 4)
+def tuned(num_rows: int, out_size: int, in_size: int) -> Tile:
+    """The tile for so many rows, outputs and inputs, by measurement on an H200: few outputs are spread over many programs."""
+    blocks = in_size // BLOCK
+    few, wide = num_rows <= 16, out_size > 4096
+    if few and not (wide and out_size % 64 == 0):
+        return Tile(16, 16, 2, 3, turn=gcd(blocks, 4))
+    outs = 64 if out_size % 64 == 0 else 32
+    if num_rows > 64 and wide and out_size % 128 == 0:
+        return Tile(64, 128, 8, 3)
+    return Tile(16 if few else 64 if wide and num_rows > 32 else 32, outs, 4, 3, turn=gcd(blocks, 2))
 
 
 def few_rows(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, tile: Tile | None = None) -> Tensor:
     """`[num_rows, out_size]`, see `block_linear`. out_size a multiple of the tile's outputs, in_size of BLOCK."""
     num_rows, out_size = x.shape[0], weight.shape[0]
-    tile = tile or tuned(num_rows, out_size)
-    grid = (out_size // tile.outs, triton.cdiv(num_rows, tile.rows))
-    if tile.split > 1:
-        y = torch.empty(num_rows, out_size, dtype=x.dtype, device=x.device)
-        _split_kernel[grid](
-            x, weight, scale, scale if bias is None else bias, y, num_rows, x.stride(0),
-            OUT_SIZE=out_size, IN_SIZE=x.shape[1], ROWS=tile.rows, OUTS=tile.outs, SPLIT=tile.split,
-            BIASED=bias is not None, num_warps=tile.warps, num_stages=tile.stages,
-        )  # fmt: skip
-        return y
-    given = split_rows(x) if tile.terms else Terms(x, x)
+    tile = tile or tuned(num_rows, out_size, x.shape[1])
     y = torch.empty(num_rows, out_size, dtype=x.dtype, device=x.device)
-    _few_rows_kernel[grid](
-        *given, weight, scale, scale if bias is None else bias, y, num_rows, given.codes.stride(-2),
+    _few_rows_kernel[(out_size // tile.outs, triton.cdiv(num_rows, tile.rows))](
+        x, weight, scale, scale if bias is None else bias, y, num_rows, x.stride(0),
         OUT_SIZE=out_size, IN_SIZE=x.shape[1], ROWS=tile.rows, OUTS=tile.outs, TURN=tile.turn,
-        BIASED=bias is not None, TERMS=1 + tile.terms, num_warps=tile.warps, num_stages=tile.stages,
+        BIASED=bias is not None, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y

@@ -24,6 +24,7 @@ from agentkv.bench.conditions import machine
 from agentkv.bench.continuation_row import continuation_rows
 from agentkv.bench.decode_step import step_rows
 from agentkv.bench.dequant_rows import dequant_rows
+from agentkv.bench.expert_rows import expert_rows
 from agentkv.bench.gpu_report import line, plot, write_page
 from agentkv.bench.gpu_rows import Rig, Row, kernel_rows
 from agentkv.bench.mixed_rows import mixed_rows
@@ -41,7 +42,7 @@ NOT_BUILT: tuple[str, ...] = ()
 
 def all_rows() -> list[Row]:
     """In the order in which they are measured."""
-    kernels = [*kernel_rows(), *selection_rows(), *dequant_rows(), *prefill_rows()]
+    kernels = [*kernel_rows(), *selection_rows(), *dequant_rows(), *expert_rows(), *prefill_rows()]
     decodes = [*step_rows(), *against_rows(), *mixed_rows(), *batch_rows(), *capacity_rows()]
     return [*kernels, *decodes, *run_rows(), *added_rows(), *continuation_rows(), *crossover.crossover_rows()]
 

@@ -30,20 +30,15 @@ def test_the_twin_equals_the_matrix_in_float64(outs: int, ins: int, biased: bool
 
 
 @pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
-@pytest.mark.parametrize("terms", [False, True])
-@pytest.mark.parametrize(("rows", "outs", "ins", "turn"), [(1, 64, 128, 1), (17, 192, 256, 2), (70, 32, 384, 1)])
-def test_few_rows(
-    device: str, dtype: torch.dtype, tolerance: float, rows: int, outs: int, ins: int, turn: int, terms: bool
-) -> None:
-    """As they are, or as two terms, which have the precision of bfloat16."""
-    from agentkv.kernels.block_fp8_triton import few_rows, tuned
+@pytest.mark.parametrize(("rows", "outs", "ins"), [(1, 64, 128), (17, 192, 256), (70, 32, 384), (3, 96, 512)])
+def test_few_rows(device: str, dtype: torch.dtype, tolerance: float, rows: int, outs: int, ins: int) -> None:
+    from agentkv.kernels.block_fp8_triton import few_rows
 
     weight, scale, matrix = coded(outs, ins)
     x = drawn(rows, 2 * ins).to(device, dtype)[:, ins:]  # not contiguous
     bias = drawn(outs, seed=3).to(device, dtype) if rows == 17 else None
     want = x.double().cpu() @ matrix.T + (0 if bias is None else bias.double().cpu())
-    tile = tuned(rows, outs)._replace(turn=turn, terms=terms)
-    assert error(few_rows(x, weight.to(device), scale.to(device), bias, tile), want) < max(tolerance, 4e-3 * terms)
+    assert error(few_rows(x, weight.to(device), scale.to(device), bias), want) < tolerance
 
 
 @pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
@@ -68,4 +63,4 @@ def test_rows_as_two_terms(device: str, dtype: torch.dtype, tolerance: float) ->
 
 @only_without_gpu
 def test_cases_pass_interpreted() -> None:
-    pass_interpreted(__file__, 7)
+    pass_interpreted(__file__, 5)
