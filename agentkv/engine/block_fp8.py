@@ -3,6 +3,7 @@ the modules that hold them. They stay so in memory."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from agentkv.engine.experts import StackedLinear
 from agentkv.engine.layers import BlockFormat, Decoder, PackedLinear, PackedWeight
 from agentkv.errors import BadModel
 from agentkv.kernels.block_fp8 import BLOCK, block_linear, blocks, dequantize_blocks
+from agentkv.kernels.gate import gate
 
 _OTHER = "Use the bf16 checkpoint of the model, or one of e4m3 weights in blocks of 128 x 128 (quant_method fp8)"
 _STORED = {"weight": torch.float8_e4m3fn, "weight_scale_inv": torch.float32}
@@ -59,6 +61,10 @@ class BlockLinear(PackedLinear):
     def forward(self, x: Tensor) -> Tensor:
         """`[num_tokens, sum(sizes)]` of x `[num_tokens, in_size]`."""
         return block_linear(x, self.weight, self.weight_scale_inv, self.bias)
+
+    def gated(self, x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+        """See `PackedLinear.gated`."""
+        return gate(self.forward(x), activation)
 
 
 class BlockStacked(StackedLinear):

@@ -151,6 +151,10 @@ class PackedLinear(PackedWeight):
         """`[num_tokens, sum(sizes)]` of x `[num_tokens, in_size]`."""
         return linear(x, self.weight, self.bias)
 
+    def gated(self, x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+        """The activation of the first of two maps of x, times the second, `[num_tokens, size]`."""
+        return gated_linear(x, self.weight, self.bias, activation)
+
 
 class Rotary:
     """Rotary embedding: halves of each head are turned by position * frequency. Angles are made in float32."""
@@ -233,8 +237,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Output `[num_tokens, hidden_size]` of normed hidden states x of the same shape."""
-        packed = self.gate_up_proj
-        out: Tensor = self.down_proj(gated_linear(x, packed.weight, packed.bias, self.activation))
+        out: Tensor = self.down_proj(self.gate_up_proj.gated(x, self.activation))
         return out
 
 
