@@ -199,7 +199,7 @@ def prepare(
     num_layers = model.shape.num_layers
     usual = places(num_layers)
     full = usual[0] + len(usual) if full is None else full
-    if not 1 <= full < num_layers:
+    if not isinstance(full, int) or not 1 <= full < num_layers:
         raise ValueError(f"full={full!r}: 1 to {num_layers - 1} of {num_layers} layers")
     if not 0 < share < 1:
         raise ValueError(f"share={share!r}: between 0.0 and 1.0")

@@ -14,7 +14,7 @@ import time
 from dataclasses import replace
 
 import torch
-from played import PROMPTS, SHAPES, drawn, engine, method_of, play
+from six_shapes import PROMPTS, SHAPES, drawn, engine, method_of, play
 from test_every_method import MIXED
 
 from agentkv import methods

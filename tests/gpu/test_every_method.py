@@ -15,7 +15,7 @@ from functools import cache
 
 import pytest
 import torch
-from played import PROMPTS, SHAPES, Choices, distances, drawn, engine, method_of, play
+from six_shapes import PROMPTS, SHAPES, Choices, distances, drawn, engine, method_of, play
 from torch import Tensor
 
 from agentkv import methods

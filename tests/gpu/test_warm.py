@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from played import PAGE
+from six_shapes import PAGE
 
 from agentkv.engine.core import Request
 from agentkv.engine.warmup import warm_up

@@ -14,10 +14,10 @@ from torch import Tensor
 from twin import Twin, same_as_reference
 
 from agentkv import methods
-from agentkv.engine.core import SealWork
 from agentkv.engine.form import Held, Seal
 from agentkv.engine.sealed import Candidates
 from agentkv.engine.sparse import ModelShape
+from agentkv.engine.work import SealWork
 from agentkv.errors import BadRequest
 
 SETTINGS: list[dict[str, Any]] = [
