@@ -102,6 +102,7 @@ def _begun(
     """(rows that decode, pages in random order; what is told of the prompt that was really read, if the method seals)."""
     config = _config(setting, plan.arena, rows)
     runner = DrawnRunner(loaded, config, method)
+    runner.ahead = False  # a step that was launched ahead cannot be executed again
     llm, told = LLM(config, runner, reuse="chain"), dict[str, Any]()
     runner.drawn = "all"  # what is decoded on the way, too
     sampling = Sampling(temperature=0.0, max_tokens=setting.answer)

@@ -10,6 +10,7 @@ import torch
 from agentkv.bench import capacity
 from agentkv.bench.expert_loads import expert_loads, idle_bytes, spread
 from agentkv.bench.gpu_rows import Rig
+from agentkv.bench.injected import DrawnRunner
 from agentkv.bench.shapes import draw_model
 from agentkv.errors import EngineFault
 
@@ -40,6 +41,18 @@ def test_the_row_adds_up(rig: Rig) -> None:
     sealed = 48 * 2 * 2 * 2 * 64 * 4  # slots, layers, heads, K and V
     assert sealed < real["held_bytes"] <= real["accounted_bytes"]
     assert "really_read" not in dense
+
+
+def test_steps_are_executed_again_on_a_device_that_launches_ahead(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: a step that was launched behind another has not its tokens, and they are gone by then."""
+
+    class Ahead(DrawnRunner):
+        def __init__(self, *given: Any, **more: Any) -> None:
+            super().__init__(*given, **more)
+            self.ahead = True
+
+    monkeypatch.setattr(capacity, "DrawnRunner", Ahead)
+    assert capacity._measure(rig).more["same_tokens_as_eager"]
 
 
 def test_a_preemption_fails_the_row(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
