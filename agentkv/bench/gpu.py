@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,6 +36,8 @@ from agentkv.errors import BadRequest
 
 Tell = Callable[[str], None]
 FILE = "gpu.json"
+_FRAMES = 6
+"""Calls of a failed row that are told."""
 
 NOT_BUILT: tuple[str, ...] = ()
 """Lines of the table that have no row yet."""
@@ -107,9 +110,16 @@ def _one(row: Row, rig: Rig) -> dict[str, Any]:
     try:
         found = row.judged(row.measure(rig))
     except Exception as error:  # noqa: BLE001 - one row's failure must not cost the others
-        found = {"name": row.name, "target": row.target, "met": False, "error": f"{type(error).__name__}: {error}"[:1000]}
+        found = {"name": row.name, "target": row.target, "met": False, "error": _told(error)}
     rig.free()
     return {**found, "seconds": time.monotonic() - began, "date": datetime.now(UTC).isoformat(timespec="seconds")}
+
+
+def _told(error: Exception) -> str:
+    """What was raised, and the last calls that led there, the innermost first."""
+    frames = traceback.extract_tb(error.__traceback__)[: -_FRAMES - 1 : -1]
+    where = ", ".join(f"{Path(each.filename).name}:{each.lineno} {each.name}" for each in frames)
+    return f"{type(error).__name__}: {str(error)[:1000]} ({where})"
 
 
 def _before(path: Path, device: str, tiny: bool) -> dict[str, dict[str, Any]]:

@@ -55,6 +55,8 @@ def test_a_run_goes_on_and_tries_again_what_failed(monkeypatch: pytest.MonkeyPat
     first = gpu.run_gpu(**given, commit="one")
     assert calls == ["a", "b", "c"]
     assert [("error" in row, row["met"]) for row in first["rows"]] == [(False, True), (True, False), (False, True)]
+    assert "RuntimeError: an illegal memory access (test_gpu.py:" in first["rows"][1]["error"]
+    assert " measure, " in first["rows"][1]["error"]
     second = gpu.run_gpu(**given, commit="two")
     assert calls == ["a", "b", "c", "b"]
     assert [row["commit"] for row in second["rows"]] == ["one", "two", "one"]
