@@ -98,7 +98,7 @@ class H2O(SparseMethod):
     def on_step_begin(self, batch: DeviceBatch) -> None:
         """New tokens have received nothing."""
         units, places = batch.state("score")
-        units[places.entries, :, :, places.offsets] = 0
+        units[places.entries, :, :, places.offsets] = units.new_zeros(())  # a plain 0 would be copied from the host
 
     def view(self, layer: int, selection: Selection | None, batch: DeviceBatch) -> AttentionView:
         """Where a token may have been evicted (so there is a sealed part), the evicted ones are hidden."""

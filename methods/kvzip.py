@@ -128,7 +128,7 @@ class KVzip(SparseMethod):
     def on_step_begin(self, batch: DeviceBatch) -> None:
         """Nobody has repeated the new tokens."""
         units, places = batch.state("score")
-        units[places.entries, :, :, places.offsets] = 0
+        units[places.entries, :, :, places.offsets] = units.new_zeros(())  # a plain 0 would be copied from the host
 
     def on_attention_end(
         self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None, mass: Sequence[RowMass] | None, batch: DeviceBatch

@@ -33,12 +33,21 @@ class NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class NoReading(TorchFunctionMode):
-    """Failed where a tensor is read on the host."""
+    """Failed where a tensor is read on the host, or a number of the host is copied to the places that a tensor names."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in READ:
-            raise Failed(f"{func.__name__} of a tensor waits for the device")
+        name = getattr(func, "__name__", "")
+        if name in READ:
+            raise Failed(f"{name} of a tensor waits for the device")
+        if name == "__setitem__" and _copies(*args[1:]):
+            raise Failed(f"{name} of a plain number waits for the device, to which it is copied: give a tensor that is there")
         return func(*args, **(kwargs or {}))
+
+
+def _copies(places: Any, value: Any) -> bool:
+    """Is a number written where a tensor says? On a GPU it becomes a tensor of the host first."""
+    named = places if isinstance(places, tuple) else (places,)
+    return not isinstance(value, torch.Tensor) and any(isinstance(each, torch.Tensor) for each in named)
 
 
 def _masks(name: str, args: Any) -> bool:

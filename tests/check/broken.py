@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -308,8 +309,11 @@ class Impatient(SparseMethod):
             "mask": lambda: positions[positions > 1],
             "unique": lambda: positions.unique(),
             "repeat": lambda: positions.repeat_interleave(torch.ones_like(positions)),
+            "number": lambda: operator.setitem(q.clone(), torch.zeros_like(positions), 0.0),
         }
         if self.way == "sized":
+            q.clone()[torch.zeros_like(positions)] = q.new_zeros(())
+            q.clone()[:, 0] = 0.0
             positions.repeat_interleave(2)
             positions.repeat_interleave(torch.ones_like(positions), output_size=len(positions))
         else:

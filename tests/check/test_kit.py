@@ -71,7 +71,9 @@ def test_a_method_broken_in_one_way_fails_that_check_and_no_other(name: str, sma
     assert failures(check(made(BROKEN[name]), small)).keys() == {name}
 
 
-@pytest.mark.parametrize("way", ["item", "tolist", "numpy", "nonzero", "where", "bool", "int", "mask", "unique", "repeat"])
+@pytest.mark.parametrize(
+    "way", ["item", "tolist", "numpy", "nonzero", "where", "bool", "int", "mask", "unique", "repeat", "number"]
+)
 def test_every_way_to_wait_is_seen(way: str, small: LoadedModel) -> None:
     with pytest.raises(Exception, match="waits for the device"):
         CHECKS["waits"](Case(Impatient(way), small))
