@@ -199,6 +199,23 @@ def test_store_of_pages(built: dict[str, str]) -> None:
     assert "_page_kernel" in built
 
 
+def test_pages_from_any_place_of_a_list_are_stored_by_one_kernel() -> None:
+    """What launches are told apart by, as triton itself says: a new kind of one would compile amid an answer."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    from agentkv.kernels.store_pages_triton import _page_kernel
+
+    kernel = _page_kernel
+    bind = create_function_from_signature(kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32)))
+    entries, x = torch.zeros(4, dtype=torch.int64), torch.zeros(64, dtype=BF16)
+    constants = (8, 32, 128, 4, 32, 32, 1.0, False)
+    kinds = [str(bind(x, x, part, x, x, *[4096] * 8, *constants)[1]) for part in (entries, entries[1:], entries[2:])]
+    assert entries[1:].data_ptr() % 16 == 8
+    assert len({*kinds}) == 1
+
+
 def coded(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
     *lead, outs, ins = shape
     return torch.zeros(*shape, dtype=torch.float8_e4m3fn), torch.zeros(*lead, outs // 128, ins // 128)
