@@ -17,7 +17,7 @@ class Limits(NamedTuple):
 
     rows: that there are, with dead ones. slots: by group of the form, the most that a row holds with its new token. seen: by
     group, the most of them that a row sees, 0 where each sees all. sealed: the most that a row's sealed part has in a layer and
-    head, 0 where no row has one. fills: pages of KV that become full. holes: was a token pruned, or sealed?
+    head, 0 where no row has one. holes: was a token pruned, or sealed?
     """
 
     form: int
@@ -25,7 +25,6 @@ class Limits(NamedTuple):
     slots: tuple[int, ...]
     seen: tuple[int, ...]
     sealed: int
-    fills: int
     holes: bool
 
 

@@ -163,7 +163,8 @@ class _Part:
         if buckets is not None:
             self.limits = self._limits(buckets)
             self.works += [dead(self.form, stage.pages.dead_row)] * (self.limits.rows - self.living)
-            self._full += [(stage.pages.dead_row, 0)] * (self.limits.fills - len(self._full))
+            if self.served.page_states:  # whether a row fills one now or in a later step: one graph serves both
+                self._full += [(stage.pages.dead_row, 0)] * (self.limits.rows - len(self._full))
         self._starts = {index: self._starts_in(index) for index in self.served.form.groups}
         self.counts = [len(work.tokens) for work in self.works]
         self.tokens = slice(first, first + sum(self.counts))
@@ -210,7 +211,6 @@ class _Part:
             slots=tuple(slots for slots, _ in sizes),
             seen=tuple(seen for _, seen in sizes),
             sealed=buckets.of_slots(sealed, min(self._most(group) for group in form.sealed)) if sealed else 0,
-            fills=rows if self._full else 0,
             holes=any(work.slot != work.position for work in self.works),
         )
 

@@ -53,6 +53,17 @@ def test_all_methods_in_one_engine(model: LoadedModel, seed: int) -> None:
     assert not found.failed
 
 
+def test_steps_that_fill_a_page_have_no_graph_of_their_own(model: LoadedModel) -> None:
+    """A method with state of whole pages, which writes it in one step of a page, captures no more than one without."""
+    captured = []
+    for name in ("dense", "quest"):
+        life = Life(model, (name,), graphs())
+        life.start("a", list(range(40)), 0, Sampling(max_tokens=60))
+        life.steps(100)
+        captured.append(life.llm.runner.graphs.stats().captured)
+    assert captured[0] == captured[1] > 0
+
+
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "LlamaForCausalLM"])
 def test_windows(architecture: str) -> None:
     model = tiny(architecture, sliding=(None, 20, 20))
