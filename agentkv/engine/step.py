@@ -33,7 +33,8 @@ class Step:
 
 
 class Packed:
-    """Lists of integers on their way to the device, in one copy."""
+    """Lists of integers on their way to the device, in one copy. Each begins at a multiple of 16 bytes there: kernels are
+    compiled anew for pointers that do not."""
 
     def __init__(self) -> None:
         self.values: list[int] = []
@@ -43,12 +44,14 @@ class Packed:
         """Add a list; what it is found by once it was sent."""
         before = len(self.values)
         self.values.extend(values)
-        self._sizes.append(len(self.values) - before)
-        return len(self._sizes) - 1
+        size = len(self.values) - before
+        self.values.extend([0] * (size % 2))
+        self._sizes += size, size % 2
+        return len(self._sizes) // 2 - 1
 
     def split(self, sent: Tensor) -> tuple[Tensor, ...]:
         """The lists, in the order in which they were added, of all their numbers on the device."""
-        return torch.split(sent, self._sizes)
+        return torch.split(sent, self._sizes)[::2]
 
 
 @dataclass(frozen=True, slots=True)

@@ -200,7 +200,7 @@ class Scribbler(SparseMethod):
 
     def on_step_begin(self, batch: DeviceBatch) -> None:
         units, places = batch.state("visits")
-        units[places.entries, places.offsets] = 0
+        units[places.entries, places.offsets] = units.new_zeros(())
         table = places.table
         units[table.entries[table.rows, 0].to(torch.int64), 0] += 1
 
