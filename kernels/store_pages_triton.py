@@ -15,7 +15,7 @@ from agentkv.kernels.quantize_blocks import Against
 from agentkv.kernels.quantized_pages import PageLayout, QuantizedPages
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["entries_ptr"])
 def _page_kernel(
     pages_ptr, params_ptr, entries_ptr, k_ptr, v_ptr, page_stride, param_stride, k_page, k_head, k_token, v_page, v_head,
     v_token,
