@@ -56,8 +56,7 @@ def causal_attention(
     if starts is not None and starts[-1] > 0:
         return _windowed(queries, k, v, scale, starts, lse)
     if lse:
-        out, sums = _in_two(queries, k, v, scale)
-        return out.squeeze(0).transpose(0, 1), sums.squeeze(0).transpose(0, 1)
+        return _in_two(queries, k, v, scale)
     group = q.shape[1] // k.shape[1]
     if q.dtype not in (torch.float16, torch.bfloat16):  # only the half precision kernels share KV heads
         k, v, group = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), 1
@@ -70,14 +69,14 @@ def _in_two(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tens
     """History without a mask, then the causal square, merged: on a CPU twice as fast as one call with a mask.
 
     q: `[1, num_heads, num_tokens, head_dim]`; k, v: `[1, num_kv_heads, length, head_dim]`.
-    Intervals of the row's keys: [0, history) all visible, [history, length) causal.
+    Intervals of the row's keys: [0, history) all visible, [history, length) causal. Returns as `chunk_attention`.
     """
     history = k.shape[2] - q.shape[2]
-    out, lse = dense_attention(q, k[:, :, history:], v[:, :, history:], scale, causal=True)
-    if history == 0:
-        return out, lse
-    before, before_lse = dense_attention(q, k[:, :, :history], v[:, :, :history], scale)
-    return merge_parts((before, out), (before_lse, lse))
+    parts = [dense_attention(q, k[:, :, history:], v[:, :, history:], scale, causal=True)]
+    if history:
+        parts.insert(0, dense_attention(q, k[:, :, :history], v[:, :, :history], scale))
+    outs, lses = ([each.squeeze(0).transpose(0, 1) for each in given] for given in zip(*parts, strict=True))
+    return merge_parts(outs, lses)
 
 
 def _windowed(q: Tensor, k: Tensor, v: Tensor, scale: float, starts: Sequence[int], lse: bool) -> tuple[Tensor, Tensor | None]:

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["entries_ptr", "length"])
 def _gather_kernel(
     pages_ptr, entries_ptr, k_ptr, v_ptr, length, page_stride, head_stride, plane,
     PAGE: tl.constexpr, PAGE_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,

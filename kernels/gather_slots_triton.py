@@ -37,7 +37,7 @@ def _copy_kernel(
         tl.store(target_ptr + write[:, None] + side * target_side + dim[None, :], moved, mask=wide)
 
 
-@triton.jit(do_not_specialize=["length"])
+@triton.jit(do_not_specialize=["entries_ptr", "lens_ptr", "length", "row_stride"])
 def _read_kernel(
     pages_ptr, entries_ptr, lens_ptr, k_ptr, v_ptr, length, page_stride, head_stride, row_stride,
     HAS_LENS: tl.constexpr, SLOTS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,

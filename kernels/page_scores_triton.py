@@ -27,7 +27,7 @@ class Tiles(NamedTuple):
     stages: int = 2
 
 
-@triton.jit(do_not_specialize=["max_pages"])
+@triton.jit(do_not_specialize=["first_ptr", "last_ptr", "max_pages", "row_stride"])
 def _page_kernel(
     q_ptr, bounds_ptr, table_ptr, first_ptr, last_ptr, out_ptr, max_pages,
     q_row_stride, q_head_stride, bounds_stride, bounds_head_stride, bounds_side_stride, row_stride,

@@ -104,7 +104,7 @@ def _size_of(seen, EDGE: tl.constexpr, FEW: tl.constexpr, MOST: tl.constexpr, LO
     return tl.maximum(tl.cdiv(size, EDGE), 1) * EDGE
 
 
-@triton.jit(do_not_specialize=["num_lines"])
+@triton.jit(do_not_specialize=["lens_ptr", "firsts_ptr", "rows_ptr", "num_lines", "lines_a_row"])
 def _plan_kernel(
     lens_ptr, firsts_ptr, rows_ptr, ends_ptr, pieces_ptr, arrived_ptr, num_lines, lines_a_row,
     HAS_FIRSTS: tl.constexpr, LINES_PAD: tl.constexpr, COUNTERS: tl.constexpr,
@@ -134,7 +134,7 @@ def _plan_kernel(
     tl.store(place + 3, (tl.load(rows_ptr + line // lines_a_row) + number * 0).to(tl.int32), mask=live)
 
 
-@triton.jit(do_not_specialize=["num_lines"])
+@triton.jit(do_not_specialize=["lens_ptr", "num_lines", "bias_stride", "scores_stride"])
 def _piece_kernel(
     q_ptr, pages_ptr, table_ptr, bias_ptr, lens_ptr, ends_ptr, pieces_ptr, part_ptr, part_lse_ptr, arrived_ptr,
     out_ptr, lse_ptr, scores_ptr,

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows_ptr", "places_ptr", "tokens_ptr"])
 def _place_kernel(
     target_ptr, rows_ptr, places_ptr, source_ptr, tokens_ptr, row_stride, place_stride, token_stride, head_stride,
     HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,

@@ -43,7 +43,7 @@ def _norm_kernel(
     tl.store(y_ptr + token * SIZE + place, weight.to(tl.float32) * normed.to(weight.dtype).to(tl.float32), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["entries_ptr", "offsets_ptr"])
 def _rotate_kernel(
     x_ptr, cos_ptr, sin_ptr, weight_ptr, y_ptr, pages_ptr, entries_ptr, offsets_ptr,
     eps, x_token, page_stride, head_stride,
@@ -96,7 +96,7 @@ def _gate_kernel(x_ptr, y_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP:
     tl.store(y_ptr + token * SIZE + place, gated / (1 + tl.exp(-gated)) * up, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["entries_ptr", "offsets_ptr"])
 def _store_kernel(
     pages_ptr, entries_ptr, offsets_ptr, k_ptr, v_ptr, page_stride, head_stride, k_token, v_token,
     PAGE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, OVERLAP: tl.constexpr,

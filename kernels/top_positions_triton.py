@@ -82,7 +82,7 @@ def _flags(key, one, two):
     return (key >= one).to(tl.int32) + ((key >= two).to(tl.int32) << 16)
 
 
-@triton.jit(do_not_specialize=["length", "width", "row_stride", "values_stride"])
+@triton.jit(do_not_specialize=["counts_ptr", "lens_ptr", "length", "width", "row_stride", "values_stride"])
 def _held_kernel(
     scores_ptr, counts_ptr, lens_ptr, values_ptr, out_ptr, picked_ptr, length, width, lines, row_stride, values_stride,
     protect_first, protect_last,

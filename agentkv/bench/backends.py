@@ -98,4 +98,6 @@ def _wanted(row: dict[str, Any]) -> str:
 def _peer(row: dict[str, Any]) -> str:
     if row["gain"] is None:
         return "-"
-    return f"{row['gain']:.2f}x as fast as {row['peer']['name']}"
+    peer = row["peer"]
+    modes = {median(peer[key]): name.removeprefix("FlashInfer {}") for key, name in _PEERS.items() if key in peer}
+    return f"{row['gain']:.2f}x as fast as {peer['name']}{modes[min(modes)] if modes else ''}"

@@ -13,33 +13,47 @@ from agentkv.types import Sampling
 DECODES = 24
 """Tokens of each answer: past the end of a page, and past what a prompt's seal leaves to the next one."""
 
+FEW = 2
+"""Of those behind prompts of other lengths: a seal and a step are enough."""
+
 
 def warm_up(llm: LLM, rows: Sequence[int], tokens: int) -> Iterator[tuple[int, int, float]]:
     """Read prompts of so many tokens and decode behind them, in as many rows at once as `rows` say, form by form; (form, rows,
-    seconds) of each. They are aborted: nothing of them stays. Call it in the engine's thread. Rows or tokens that the engine
-    has no room for are less."""
+    seconds) of each. Before a form's first, single prompts of other lengths: see `_others`. They are aborted: nothing of them
+    stays. Call it in the engine's thread. Rows or tokens that the engine has no room for are less."""
     length = max(1, min(tokens, llm.config.window - DECODES - 1))
     for form in range(len(llm.runner.forms)):
+        began = perf_counter()
+        for other in _others(llm, length):
+            _run(llm, form, 1, other, FEW)
         for count in sorted({min(each, llm.config.max_rows) for each in rows}):
+            yield form, _run(llm, form, count, length, DECODES), perf_counter() - began
             began = perf_counter()
-            yield form, _run(llm, form, count, length), perf_counter() - began
 
 
-def _run(llm: LLM, form: int, count: int, length: int) -> int:
+def _others(llm: LLM, length: int) -> list[int]:
+    """Lengths of prompts that run kernels of other sizes: parts of that length, for those that hold a whole row, and one and a
+    half chunks, whose second part sees a history and which is past the budgets that methods have by default."""
+    longest = llm.config.window - DECODES - 1
+    parts = (length * share // 16 for share in (9, 10, 12))
+    return [each for each in (*parts, llm.config.step_tokens * 3 // 2) if 0 < each <= longest]
+
+
+def _run(llm: LLM, form: int, count: int, length: int, decodes: int) -> int:
     """How many rows there was room for."""
     sequences = []
     try:
         for row in range(count):
             ids = [(7 * row + 3 * i + 1) % llm.runner.vocab_size for i in range(length)]
-            sequences.append(llm.add(Request(ids, Sampling(max_tokens=DECODES), form=form)))
+            sequences.append(llm.add(Request(ids, Sampling(max_tokens=decodes), form=form)))
     except Capacity:
         pass  # one that never fits; those before it do
-    for _ in range(len(sequences) * (length + DECODES)):
-        if all(seq.num_generated >= DECODES or seq.fault is not None for seq in sequences):
+    for _ in range(len(sequences) * (length + decodes)):
+        if all(seq.num_generated >= decodes or seq.fault is not None for seq in sequences):
             break
         llm.step()
         for seq in sequences:
-            if seq.num_generated >= DECODES:
+            if seq.num_generated >= decodes:
                 llm.abort(seq)  # makes room for those that wait
     for seq in sequences:
         llm.abort(seq)

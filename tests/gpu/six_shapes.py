@@ -26,7 +26,8 @@ from agentkv.engine.loader import LoadedModel
 from agentkv.engine.preparation import Preparation
 from agentkv.engine.runner import ModelRunner
 from agentkv.engine.sparse import Kept, SparseMethod
-from agentkv.engine.view import Selection
+from agentkv.engine.tables import HeadTable, RowTable
+from agentkv.engine.view import DeviceBatch, Selection
 from agentkv.types import Sampling
 
 PAGE = 16
@@ -193,8 +194,12 @@ def _with(method: SparseMethod, choose: Any) -> SparseMethod:
     """The method, whose choices go through a function."""
     kind = type(method)
 
-    def select(self: Any, *args: Any) -> Any:
-        return choose(kind.select(self, *args))
+    def select(self: Any, layer: int, q: Tensor, q_raw: Tensor, batch: DeviceBatch) -> Any:
+        own = kind.select(self, layer, q, q_raw, batch)
+        chosen = choose(own)
+        if chosen is own or own.table is None:
+            return chosen
+        return _placed(chosen, own.table, batch.table_of(layer))
 
     def seal(self: Any, job: Any) -> Any:
         return choose(kind.seal(self, job))
@@ -205,12 +210,25 @@ def _with(method: SparseMethod, choose: Any) -> SparseMethod:
 
 
 def _moved(made: Any, where: Any) -> Any:
-    """The choice on a device, or where another is."""
+    """The choice on a device, or where another is; without the places of its slots, which are one run's own."""
     if made is None:
         return None
+    if isinstance(made, Selection):
+        made = replace(made, table=None)
     tensors = {each.name: value for each in fields(made) if isinstance(value := getattr(made, each.name), Tensor)}
     device = where if isinstance(where, str) else getattr(where, next(iter(tensors))).device
     return replace(made, **{name: tensor.to(device) for name, tensor in tensors.items()})
+
+
+def _placed(given: Selection, own: HeadTable, table: RowTable) -> Selection:
+    """What is given, read as the run reads its own choice: by a table that names the given slots in this run's pages."""
+    pages = given.slots if given.pages else given.slots // table.page_size
+    lines = table.entries[table.rows].to(torch.int64)
+    names = lines.gather(1, pages.flatten(1).to(torch.int64).clamp(max=lines.shape[1] - 1)).view(pages.shape)
+    if own.by_slot:
+        names = names * table.page_size + given.slots % table.page_size
+    entries = names.to(own.entries.dtype).view_as(own.entries)
+    return replace(given, table=replace(own, entries=entries))
 
 
 def _sets(made: Any) -> list[set[int]]:

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from agentkv.kernels import chunk_attention
 from agentkv.kernels.chunk_attention import causal_attention
 from agentkv.kernels.dense_attention import dense_attention, plain_attention
+from agentkv.kernels.merge_parts import merge_parts
 from agentkv.kernels.span_attention import span_attention
 
 SCALE = 0.3
@@ -87,6 +89,24 @@ def test_a_chunk_gives_its_lse_on_a_gpu(starts: list[int] | None, dtype: torch.d
     assert lse is not None
     assert (out.cpu().double() - want[0]).abs().max() <= tolerance
     assert (lse.cpu() - want[1]).abs().max() <= tolerance
+
+
+def test_what_a_chunk_merges_has_the_shapes_that_merging_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU another kernel merges two parts, and takes no others."""
+    shapes = []
+
+    def noting(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+        shapes.extend(tuple(each.shape) for each in (*outs, *lses))
+        return merge_parts(outs, lses)
+
+    monkeypatch.setattr(chunk_attention, "merge_parts", noting)
+    q, k, v = noise(30, 6, 8, seed=1), noise(2, 50, 8, seed=2), noise(2, 50, 8, seed=3)
+    hidden = torch.arange(50) > torch.arange(30)[:, None] + 20
+    want = each(q, k, v, torch.zeros(30, 6, 50, dtype=torch.float64).masked_fill_(hidden[:, None], -torch.inf))
+    for got, exact in zip(causal_attention(q, k, v, SCALE, lse=True), want, strict=True):
+        assert got is not None
+        assert (got - exact).abs().max() <= 1e-11
+    assert shapes == [(30, 6, 8), (30, 6, 8), (30, 6), (30, 6)]
 
 
 @pytest.mark.parametrize("lens", [(7, 3), (0, 7), (0, 0)])

@@ -10,15 +10,18 @@ import torch
 from test_warm import engine_of, talk
 
 from agentkv import methods
-from agentkv.engine import layers
+from agentkv.engine import experts, layers
 from agentkv.engine.core import GRANULE, Batch, EngineConfig, RowWork
 from agentkv.engine.loader import load_model
 from agentkv.engine.runner import ModelRunner
 from agentkv.engine.work import TableUpdate
 from agentkv.kernels import reference, rotate
+from agentkv.kernels.experts import route
 from agentkv.types import Sampling
 
 pytestmark = pytest.mark.gpu
+FLIPPED = {"float32": 0.0, "bfloat16": 0.02}
+"""Most of the chosen experts that rounding may choose otherwise, at near ties of the router."""
 
 
 def play(loaded: Any, rows: int, memory: int = 64 << 20, first_unit: int = 0) -> torch.Tensor:
@@ -74,12 +77,54 @@ def test_float64_logits_on_a_gpu(checkpoint: Any, family: str) -> None:
     assert (got - want).abs().max() <= 1e-9 * max(1.0, float(want.abs().max()))
 
 
+class Routes:
+    """Experts that one run chose, in order, which a second run follows: so a near tie that rounding decides otherwise is told
+    apart from a wrong result.
+
+    differ: of `total` chosen experts those that the second run's own router did not choose.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._patch, self._made = patch, list[torch.Tensor]()
+        self.differ = self.total = 0
+
+    def note(self) -> None:
+        """From here on choices are noted."""
+
+        def noting(logits: torch.Tensor, active: int, normed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+            chosen, weights = route(logits, active, normed)
+            self._made.append(chosen.cpu())
+            return chosen, weights
+
+        self._patch.setattr(experts, "route", noting)
+
+    def follow(self) -> None:
+        """From here on they are followed, from the first on; each expert weighs what the run's own router gives it."""
+        ahead = iter(self._made)
+
+        def following(logits: torch.Tensor, active: int, normed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+            own, weights = route(logits, active, normed)
+            given = next(ahead).to(own.device)
+            self.total += given.numel()
+            self.differ += int((given.unsqueeze(2) != own.unsqueeze(1)).all(2).sum())
+            shares = logits.softmax(-1, dtype=torch.float32).gather(1, given.long())
+            shares = shares / shares.sum(-1, keepdim=True) if normed else shares
+            return given, torch.where((given == own).all(1, keepdim=True), weights, shares)
+
+        self._patch.setattr(experts, "route", following)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3-moe", "gemma3"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-3), ("bfloat16", 0.06)])
-def test_logits_on_a_gpu(checkpoint: Any, family: str, dtype: str, tolerance: float) -> None:
+def test_logits_on_a_gpu(checkpoint: Any, monkeypatch: pytest.MonkeyPatch, family: str, dtype: str, tolerance: float) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
+    routes = Routes(monkeypatch)
+    routes.note()
     want = play(load_model(checkpoint(family), dtype="float64"), 24)
+    routes.follow()
     got = play(load_model(checkpoint(family), device="cuda", dtype=dtype), 24)
+    assert (routes.total > 0) == (family == "qwen3-moe")
+    assert routes.differ <= FLIPPED[dtype] * routes.total
     assert (got - want).abs().max() <= tolerance * max(1.0, float(want.abs().max()))
 
 
