@@ -9,8 +9,6 @@ import pytest
 from fake_engine import Oracle, engine, request, run
 from test_properties import WINDOWS, EngineLife, act
 
-from agentkv.engine.core import Status
-
 
 class AheadLife(EngineLife):
     """Lives as elsewhere. A step may tell of a fault in a launch before it, and may launch nothing."""
@@ -23,18 +21,7 @@ class AheadLife(EngineLife):
         before, made = runner.steps, False
         for output in self.llm.step():
             made = True
-            item = next(item for item in self.running if item.seq is output.seq)
-            item.made += output.token_ids
-            assert item.made == item.expected[: len(item.made)]
-            if output.seq.fault is not None:
-                assert runner.fail_execute & set(range(before - 1, runner.steps + 1)), output.seq.fault
-                assert output.finished
-                assert output.seq.status is Status.CLOSED
-                self.running.remove(item)
-                self.seen["faults"] += 1
-            elif output.finished:
-                assert item.made == item.expected
-                self.finished(output.seq)
+            self.take(output, set(range(before - 1, runner.steps + 1)))
         self.llm.check()
         AheadLife.followed += self.llm._flight is not None
         progress = made or flying or runner.steps > before
