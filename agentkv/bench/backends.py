@@ -98,6 +98,9 @@ def _wanted(row: dict[str, Any]) -> str:
 def _peer(row: dict[str, Any]) -> str:
     if row["gain"] is None:
         return "-"
-    peer = row["peer"]
-    modes = {median(peer[key]): name.removeprefix("FlashInfer {}") for key, name in _PEERS.items() if key in peer}
-    return f"{row['gain']:.2f}x as fast as {peer['name']}{modes[min(modes)] if modes else ''}"
+    text, fastest = f"{row['gain']:.2f}x as fast as {row['peer']['name']}", row.get("beside_its_fastest_kernel")
+    if fastest is None:
+        return text
+    times = {median(row["peer"][key]): name for key, name in _PEERS.items() if key in row["peer"]}
+    kernel = times[min(times)].removeprefix("FlashInfer {}").strip() or "of the wrapper"
+    return f"{text}'s wrapper, {fastest:.2f}x its fastest kernel ({kernel})"

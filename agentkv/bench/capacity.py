@@ -83,7 +83,7 @@ def _largest(rig: Rig, loaded: LoadedModel, setting: Setting, method: SparseMeth
     rows = min(setting.max_rows, most)
     began = time.perf_counter()
     injected, read = _begun(loaded, setting, method, plan, rows)
-    more = {"largest": most, "rows": rows, "begun_in_seconds": time.perf_counter() - began} | read
+    more = {"room_for": most, "rows": rows, "begun_in_seconds": time.perf_counter() - began} | read
     loads = expert_loads(loaded, Step(injected).eager)
     found = time_step(injected, rig)
     found.bytes = found.bytes._replace(weights=found.bytes.weights - idle_bytes(loaded, loads))

@@ -93,9 +93,9 @@ def run_gpu(
             continue
         found = _one(row, rig)
         result["rows"].append({**found, "commit": conditions["commit"]})
+        _write(out / FILE, result)
         if tell is not None:
             tell(line(found))
-        _write(out / FILE, result)
     result["not_built"] = list(NOT_BUILT)
     _write(out / FILE, result)
     where = crossover.summary(result)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from statistics import median
 from typing import Any
@@ -26,11 +26,13 @@ MODES = {
     "xqa_us": "xqa",
 }
 """Key of the times -> which of its kernels."""
+WRAPPER = ("cuda_cores_us", "tensor_cores_us")
+"""The two modes of its decode wrapper, `use_tensor_cores` False and True; other kernels have to be asked for by name."""
 
 
-def better(peer: dict[str, Any]) -> float | None:
-    """The median of the fastest mode that ran, microseconds."""
-    return min((median(peer[key]) for key in MODES if key in peer), default=None)
+def better(peer: dict[str, Any], modes: Iterable[str] = WRAPPER) -> float | None:
+    """The median of the fastest of these modes that ran, microseconds."""
+    return min((median(peer[key]) for key in modes if key in peer), default=None)
 
 
 def flashinfer_decode(shape: Shape, num_layers: int, device: torch.device, repeats: int) -> dict[str, Any]:

@@ -61,17 +61,20 @@ def test_ratios_are_of_medians_and_by_peer() -> None:
     assert found["ceilings"]["copy"] == {"value": 4.25, "unit": "TB/s"}
 
 
-def test_a_row_names_the_fastest_of_its_peers_modes() -> None:
+def test_a_row_names_its_peers_wrapper_and_the_fastest_kernel() -> None:
     times = {"cuda_cores_us": [20.0], "tensor_cores_us": [50.0], "tensor_cores_fa2_us": [8.0, 2.0, 9.0], "xqa_us": [9.0]}
-    decode = row("paged decode attention 8x32K 32/8", 10.0, peer={"name": "flashinfer", **times}, gain=0.8)
-    plain = row("paged decode attention other", 10.0, peer={"name": "flashinfer", "cuda_cores_us": [20.0]}, gain=2.0)
+    both = {"gain": 2.0, "beside_its_fastest_kernel": 0.8}
+    decode = row("paged decode attention 8x32K 32/8", 10.0, peer={"name": "flashinfer", **times}, **both)
+    slow = {"peer": {"name": "flashinfer", "cuda_cores_us": [20.0]}, "gain": 2.0}
+    plain = row("paged decode attention other", 10.0, **slow, beside_its_fastest_kernel=2.0)
     result = measured(rows=[decode, plain])
     found = list(backends.facts(result, "gpu.json")["operations"]["decode"].items())
     assert found[0] == ("FlashInfer 0.6.3", {"8x32K 32/8": 2.0, "other": 2.0})
     assert [ratios["8x32K 32/8"] for _, ratios in found[1:]] == [5.0, 0.8, 0.9]
     *_, first, second = backends.tables(result)
-    assert first.endswith("| 0.80x as fast as flashinfer with tensor cores, fa2 |")
-    assert second.endswith("| 2.00x as fast as flashinfer |")
+    wrapper = "2.00x as fast as flashinfer's wrapper"
+    assert first.endswith(f"| {wrapper}, 0.80x its fastest kernel (with tensor cores, fa2) |")
+    assert second.endswith(f"| {wrapper}, 2.00x its fastest kernel (of the wrapper) |")
 
 
 def test_a_gpu_takes_its_own_place_and_a_page_its_tables(tmp_path: Path) -> None:

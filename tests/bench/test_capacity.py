@@ -9,6 +9,7 @@ import torch
 
 from agentkv.bench import capacity
 from agentkv.bench.expert_loads import expert_loads, idle_bytes, spread
+from agentkv.bench.gpu_report import line
 from agentkv.bench.gpu_rows import Rig
 from agentkv.bench.injected import DrawnRunner
 from agentkv.bench.shapes import draw_model
@@ -41,6 +42,8 @@ def test_the_row_adds_up(rig: Rig) -> None:
     sealed = 48 * 2 * 2 * 2 * 64 * 4  # slots, layers, heads, K and V
     assert sealed < real["held_bytes"] <= real["accounted_bytes"]
     assert "really_read" not in dense
+    (row,) = capacity.capacity_rows()
+    assert "bytes allow" in line(row.judged(found) | {"seconds": 1.0})
 
 
 def test_steps_are_executed_again_on_a_device_that_launches_ahead(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

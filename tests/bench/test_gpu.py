@@ -20,6 +20,7 @@ from agentkv.bench.dequant_rows import drawn_pages, layout_of
 from agentkv.bench.gpu_report import MARK, MARK_END, write_page
 from agentkv.bench.gpu_rows import Measured, Rig, Row, layers_of
 from agentkv.bench.injected import inject
+from agentkv.bench.paged_peer import MODES, better
 from agentkv.bench.paged_shapes import SHAPES, Shape, draw
 from agentkv.bench.prefill_row import attention_flops
 from agentkv.bench.prefill_run import prompt_flops
@@ -92,6 +93,17 @@ def test_gain_over_a_peer_is_wanted_where_the_row_says_so() -> None:
     row = Row("x", "of copy", 0.8, lambda rig: Measured([], 0, 0, ""), gain=1.3)
     judged = [row.judged(Measured([1.0], 0.9, 4.0, "TB/s", gain=gain))["met"] for gain in (None, 1.2, 1.3)]
     assert judged == [False, False, True]
+
+
+def test_a_peers_better_mode_is_of_its_wrapper_and_its_fastest_of_all() -> None:
+    peer = {
+        "name": "flashinfer",
+        "cuda_cores_us": [30.0, 10.0, 20.0],
+        "tensor_cores_us": [50.0],
+        "xqa_us": [9.0],
+        "why_not": "",
+    }
+    assert (better(peer), better(peer, MODES), better({"why_not": "no"})) == (20.0, 9.0, None)
 
 
 @pytest.mark.parametrize("granularity", ["stripe", "layer", "head"])

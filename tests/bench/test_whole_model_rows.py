@@ -15,7 +15,9 @@ from agentkv.bench import gpu
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     names = "4x128K;8x32K, kivi;8x32K, fp8;64x8K;added to;chain;crossover;batch sweep"
     folder: Path = tmp_path_factory.mktemp("rows")
-    result = gpu.run_gpu(out=folder, device="cpu", tiny=True, repeats=2, peers=False, rows=names)
+    told: list[str] = []
+    result = gpu.run_gpu(out=folder, device="cpu", tiny=True, repeats=2, peers=False, rows=names, tell=told.append)
+    assert [row["name"] in text for row, text in zip(result["rows"], told[1:], strict=True)] == [True] * len(result["rows"])
     assert [row.get("error") for row in result["rows"]] == [None] * len(result["rows"])
     assert (folder / "crossover.json").exists()
     return {row["name"]: row for row in result["rows"]}
