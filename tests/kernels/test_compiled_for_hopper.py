@@ -14,11 +14,13 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
 KINDS |= {torch.uint8: "u8", torch.int16: "i16", torch.float8_e4m3fn: "fp8e4nv"}
 BF16 = torch.bfloat16
+SHARED = 227 << 10
+"""Most bytes of shared memory that a program has on an H200."""
 
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """A launch compiles and does not run; kernel's name -> its assembly."""
+    """A launch compiles and does not run; kernel's name -> its assembly. What needs more shared memory than there is fails."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -41,7 +43,9 @@ def built(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
                 if isinstance(value, int) and value % 16 == 0:
                     aligned[(place,)] = [["tt.divisibility", 16]]
         source = ASTSource(self, signature, constants, aligned)
-        made[self.__name__] = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        assert compiled.metadata.shared <= SHARED, f"{self.__name__} asks for {compiled.metadata.shared} bytes of shared memory"
+        made[self.__name__] = compiled.asm["ptx"]
 
     monkeypatch.setattr(JITFunction, "run", run)
     return made
@@ -157,6 +161,45 @@ def test_selection(built: dict[str, str]) -> None:
     peaks_of_slots(torch.zeros(2, 32, 256), torch.zeros(2, 32), lens)
     write_rows(torch.zeros(2, 32, 32, 128, dtype=BF16), place.long(), place.long(), q, place.long())
     assert {"_bounds_kernel", "_peak_kernel", "_place_kernel"} <= built.keys()
+
+
+def test_bounds_of_wide_keys_fit(built: dict[str, str]) -> None:
+    from agentkv.kernels.page_scores_triton import score_pages
+
+    bounds, lens = torch.zeros(64, 2, 2, 256), torch.zeros(2, dtype=torch.int32)
+    score_pages(torch.zeros(2, 8, 256), bounds, torch.zeros(2, 512, dtype=torch.int32), lens, lens, "max")
+    assert "_page_kernel" in built
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@pytest.mark.parametrize("num_queries", [1, 8, 500])
+def test_what_holds_tiles_of_wide_keys_fits(built: dict[str, str], dtype: torch.dtype, num_queries: int) -> None:
+    """Heads of 256: the widest that are served, and the widest dtype. A tile's bytes follow from both."""
+    from agentkv.kernels.attention_columns import attention_lse, reduce_columns
+    from agentkv.kernels.page_columns_triton import PagedKeys, paged_columns, paged_lse
+    from agentkv.kernels.paged_decode import paged_decode, plan_decode
+    from agentkv.kernels.paged_prefill import paged_prefill
+    from agentkv.kernels.slot_mass_triton import mass_of_slots
+
+    pages, table, rows = torch.zeros(64, 2, 2, 16, 256, dtype=dtype), torch.zeros(2, 2, 16, dtype=torch.int32), torch.arange(2)
+    q, ends = torch.zeros(3, num_queries, 8, 256, dtype=dtype), torch.zeros(num_queries, dtype=torch.int32)
+    keys = PagedKeys(pages, 0, torch.zeros(4, dtype=torch.int64), 0, 60)
+    lse = paged_lse(q, keys, ends, 0.1)
+    paged_columns(q, keys, lse, ends, 0.1, by_head=True)
+    paged_columns(q, keys, lse, ends, 0.1)
+    k, ends = torch.zeros(2, 60, 256, dtype=dtype), ends.expand(2, -1)
+    reduce_columns(q[0], k, attention_lse(q[0], k, ends, 0.1), ends, 0.1, bias=torch.zeros(2, 60))
+    if num_queries <= 8:
+        together, lens = torch.zeros(2, 2, 4 * num_queries, 256, dtype=dtype), torch.zeros(2, 2, dtype=torch.int32)
+        mass_of_slots(together, pages, table, rows, lens, torch.zeros(together.shape[:3]), 0.1, 256, False)
+        plan, bias = plan_decode(lens, rows, 40), torch.zeros(2, 2, 256)
+        paged_decode(together.flatten(1, 2), pages, table, plan, 0.1, bias=bias)
+        paged_decode(together.flatten(1, 2), pages, torch.zeros(2, 4096, dtype=torch.int64), plan, 0.1, by_slot=True)
+        given, plan = torch.zeros(2 * num_queries, 8, 256, dtype=dtype), plan_decode(lens[:, 0].contiguous(), rows, 10)
+        paged_decode(given, pages, table[:, 0], plan, 0.1, queries=num_queries)
+    elif dtype == BF16:
+        paged_prefill(q[0], pages, table[0, 0], 600, 0.1, route="pages")
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
