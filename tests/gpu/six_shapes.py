@@ -6,7 +6,7 @@ Used by tests, which compare what devices and dtypes say, and by the run under a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -106,8 +106,8 @@ def tokens(seed: int, count: int) -> list[int]:
 
 PROMPTS = (400, 33, 16, 5, 260, 131)
 """Tokens of the first turns that run together."""
-ANSWERS = (6, 3, 8, 5, 1, 4)
-LATER = (37, 90, 1, 20, 64, 3)
+ANSWERS = (6, 3, 8, 1, 5, 4)
+LATER = (37, 110, 1, 20, 64, 3)
 """Tokens that the second turns bring."""
 
 
@@ -160,16 +160,24 @@ def distances(got: Tensor, want: Tensor) -> Tensor:
     return (got - want).norm(dim=1) / want.norm(dim=1).mean()
 
 
-class Choices:
-    """What one run's methods chose, in order: what a decode step reads (`Selection`), what a seal keeps (`Kept`). A run that
-    follows them makes its own, which are counted, and reads what the first run chose: so a near tie that rounding decides
-    otherwise is told apart from a wrong result.
+@dataclass(frozen=True)
+class Coded:
+    """What a seal made of tokens: bytes of its new pages, uint8 `[num_pages, ...]`."""
 
-    differ: of `total` chosen slots those that a follower would not have chosen.
+    pages: Tensor
+
+
+class Choices:
+    """What one run's methods chose, in order: what a decode step reads (`Selection`), what a seal keeps (`Kept`), the codes and
+    their scales that a seal writes (`Coded`). A run that follows them makes its own, which are counted, and reads what the
+    first run chose: so a near tie, or a number on the edge of a code, that rounding decides otherwise is told apart from a
+    wrong result.
+
+    differ: of `total` chosen slots and written bytes those that a follower would not have chosen.
     """
 
     def __init__(self) -> None:
-        self.made: list[Selection | Kept | None] = []
+        self.made: list[Selection | Kept | Coded | None] = []
         self.differ = self.total = 0
 
     def noting(self, method: SparseMethod) -> SparseMethod:
@@ -202,7 +210,15 @@ def _with(method: SparseMethod, choose: Any) -> SparseMethod:
         return _placed(chosen, own.table, batch.table_of(layer))
 
     def seal(self: Any, job: Any) -> Any:
-        return choose(kind.seal(self, job))
+        kept = kind.seal(self, job)
+        if kept is not None:
+            return choose(kept)
+        for spec in self.states(job.shape):
+            if spec.scope == "page" and spec.part == "sealed":
+                units, pages = job.new(spec.name)
+                written = pages[job.work.held.slots // spec.page_size :]
+                units[written] = choose(Coded(units[written])).pages
+        return None
 
     changed = type(kind.__name__, (kind,), {"select": select, "seal": seal, "graph_safe": False})
     made: SparseMethod = changed(**{each.name: getattr(method, each.name) for each in fields(method)})
@@ -232,9 +248,12 @@ def _placed(given: Selection, own: HeadTable, table: RowTable) -> Selection:
 
 
 def _sets(made: Any) -> list[set[int]]:
-    """By row and head, or layer and head, what was chosen."""
+    """By row and head, or layer and head, what was chosen; of pages each byte with its place."""
     if made is None:
         return []
+    if isinstance(made, Coded):
+        lines = made.pages.flatten(1).int()
+        return [set(line) for line in (lines + 256 * torch.arange(lines.shape[1], device=lines.device)).tolist()]
     slots, lens = (made.slots, made.lens) if isinstance(made, Selection) else (made.indices, made.counts)
     lines, counts = slots.flatten(0, -2).tolist(), lens.expand(slots.shape[:-1]).flatten().tolist()
     return [set(line[:count]) for line, count in zip(lines, counts, strict=True)]
