@@ -28,7 +28,7 @@ class Tiles(NamedTuple):
 
 
 def tiles_of(row_bytes: int) -> Tiles:
-    """What fits the shared memory where a bound has so many bytes: the tile's bytes are those of the defaults' at 256, at most."""
+    """What fits the shared memory where a bound has so many bytes: a tile has at most those of the defaults at 256."""
     return Tiles(pages=min(128, max(16, 128 * 256 // triton.next_power_of_2(row_bytes))))
 
 

@@ -1,9 +1,9 @@
 """Logits of block-FP8 checkpoints in bfloat16: as far from those of float64 as rounding carries, no further.
 
-How far that is, float64 says itself. It runs a second time with what products are given rounded as it is on a GPU: in a chunk of
-more than 128 tokens to e4m3 by groups of 128 numbers, the published scheme, which alone moves logits by a tenth; and, like all
-weights that are no codes, moved at random by up to one rounding of bfloat16. Experts are those that the exact run chose: one of
-two that are nearly equal, taken for the other, would be worth more than all rounding.
+How far that is, float64 says itself. It runs a second time with what products are given rounded as it is on a GPU: in a chunk
+of more than 128 tokens to e4m3 by groups of 128 numbers, the published scheme, which alone moves logits by a tenth; and, like
+all weights that are no codes, moved at random by up to one rounding of bfloat16. Experts are those that the exact run chose:
+one of two that are nearly equal, taken for the other, would be worth more than all rounding.
 """
 
 from __future__ import annotations
