@@ -162,14 +162,14 @@ def distances(got: Tensor, want: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Coded:
-    """What a seal made of tokens: bytes of its new pages, uint8 `[num_pages, ...]`."""
+    """What tokens became: bytes of a seal's new pages, or of a step's slots in one layer, uint8."""
 
-    pages: Tensor
+    codes: Tensor
 
 
 class Choices:
     """What one run's methods chose, in order: what a decode step reads (`Selection`), what a seal keeps (`Kept`), the codes and
-    their scales that a seal writes (`Coded`). A run that follows them makes its own, which are counted, and reads what the
+    their scales that seals and steps write (`Coded`). A run that follows them makes its own, which are counted, and reads what the
     first run chose: so a near tie, or a number on the edge of a code, that rounding decides otherwise is told apart from a
     wrong result.
 
@@ -190,6 +190,9 @@ class Choices:
 
         def follow(own: Any) -> Any:
             theirs = next(ahead)
+            if isinstance(own, Coded):
+                count.total += own.codes.numel()
+                count.differ += int((own.codes.cpu() != theirs.codes).sum())
             for mine, given in zip(_sets(own), _sets(theirs), strict=True):
                 count.total += len(given)
                 count.differ += len(given - mine)
@@ -217,10 +220,18 @@ def _with(method: SparseMethod, choose: Any) -> SparseMethod:
             if spec.scope == "page" and spec.part == "sealed":
                 units, pages = job.new(spec.name)
                 written = pages[job.work.held.slots // spec.page_size :]
-                units[written] = choose(Coded(units[written])).pages
+                units[written] = choose(Coded(units[written])).codes
         return None
 
-    changed = type(kind.__name__, (kind,), {"select": select, "seal": seal, "graph_safe": False})
+    def store(self: Any, layer: int, k_raw: Tensor, k: Tensor, v: Tensor, batch: DeviceBatch) -> None:
+        kind.store(self, layer, k_raw, k, v, batch)
+        for units, places in (batch.state(name) for name in batch.states):
+            if units.dtype == torch.uint8:  # codes by slot, or the bytes of their scales
+                units, at = units[:, layer], (places.entries, slice(None), slice(None), places.offsets)
+                units[at] = choose(Coded(units[at])).codes
+
+    hooks = {"select": select, "seal": seal} | ({} if kind.stores else {"store": store})
+    changed = type(kind.__name__, (kind,), {**hooks, "graph_safe": False})
     made: SparseMethod = changed(**{each.name: getattr(method, each.name) for each in fields(method)})
     return made
 
@@ -248,12 +259,9 @@ def _placed(given: Selection, own: HeadTable, table: RowTable) -> Selection:
 
 
 def _sets(made: Any) -> list[set[int]]:
-    """By row and head, or layer and head, what was chosen; of pages each byte with its place."""
-    if made is None:
+    """By row and head, or layer and head, what was chosen."""
+    if made is None or isinstance(made, Coded):
         return []
-    if isinstance(made, Coded):
-        lines = made.pages.flatten(1).int()
-        return [set(line) for line in (lines + 256 * torch.arange(lines.shape[1], device=lines.device)).tolist()]
     slots, lens = (made.slots, made.lens) if isinstance(made, Selection) else (made.indices, made.counts)
     lines, counts = slots.flatten(0, -2).tolist(), lens.expand(slots.shape[:-1]).flatten().tolist()
     return [set(line[:count]) for line, count in zip(lines, counts, strict=True)]
