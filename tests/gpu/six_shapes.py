@@ -169,8 +169,8 @@ class Coded:
 
 class Choices:
     """What one run's methods chose, in order: what a decode step reads (`Selection`), what a seal keeps (`Kept`), the codes and
-    their scales that seals and steps write (`Coded`). A run that follows them makes its own, which are counted, and reads what the
-    first run chose: so a near tie, or a number on the edge of a code, that rounding decides otherwise is told apart from a
+    their scales that seals and steps write (`Coded`). A run that follows them makes its own, which are counted, and reads what
+    the first run chose: so a near tie, or a number on the edge of a code, that rounding decides otherwise is told apart from a
     wrong result.
 
     differ: of `total` chosen slots and written bytes those that a follower would not have chosen.
