@@ -48,7 +48,7 @@ TILES = ((2, 2, 64), (2, 6, 64), (2, 8, 64), (4, 6, 64), (4, 8, 64), (4, 4, 128)
 """Warps, stages, tokens of a tile. A page's place is read before the page, so two stages are one tile in shared memory."""
 CUTS = ((16, 64, 1024), (32, 64, 512), (32, 128, 512), (64, 128, 512))
 PROGRAMS = (3, 4, 6, 8)
-MERGES: tuple[Merge, ...] = ("after", "last", "overlap")
+MERGES: tuple[Merge, ...] = ("after", "overlap")
 
 
 def compiled_ways() -> list[Setting]:
@@ -70,13 +70,11 @@ def work_of(drawn: Drawn, setting: Setting) -> Work:
 
     device, lens = drawn.q.device, drawn.lens
     cut = Cut(setting.few, setting.most, setting.long)
-    tuned = Tuning(setting.warps, setting.stages, setting.block, setting.merge)
+    tuned = Tuning(setting.warps, setting.stages, setting.block, setting.programs, setting.merge)
     rows, bound = torch.arange(len(lens), device=device), bound_pieces(len(lens), sum(drawn.shape.lens), cut)
-    on_gpu = device.type == "cuda"
-    programs = setting.programs * torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 3
 
     def run() -> None:
-        plan = plan_decode(lens, rows, bound, programs=programs, cut=cut)
+        plan = plan_decode(lens, rows, bound, cut=cut)
         for pages, table in zip(drawn.layers, drawn.tables, strict=True):
             paged_decode(drawn.q, pages, table, plan, drawn.shape.head_dim**-0.5, tuned=tuned)
 

@@ -43,7 +43,7 @@ LARGE = [
 ]
 
 
-MERGES = ["after", "last", "overlap"]
+MERGES = ["after", "overlap"]
 
 
 def check(device: str, dtype: torch.dtype, tolerance: float, case: Case, merges: list[str]) -> None:
@@ -95,18 +95,18 @@ def check(device: str, dtype: torch.dtype, tolerance: float, case: Case, merges:
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_twin_in_the_interpreter(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
     numpy_scalars(monkeypatch)
-    check("cpu", torch.float32, 1e-5, case, MERGES[:2])
+    check("cpu", torch.float32, 1e-5, case, MERGES[:1])
 
 
 @only_interpreted
-@pytest.mark.parametrize("merge", MERGES[:2])
+@pytest.mark.parametrize("merge", MERGES[:1])
 def test_a_row_that_holds_nothing_in_the_interpreter(monkeypatch: pytest.MonkeyPatch, merge: str) -> None:
     numpy_scalars(monkeypatch)
     from agentkv.kernels.paged_decode import Tuning, bound_pieces, paged_decode, plan_decode
 
     plan = plan_decode(torch.tensor([0, 3], dtype=torch.int32), torch.arange(2), bound_pieces(2, 3))
     pages, q = torch.ones(2, 2, 2, 16, 16), torch.ones(2, 4, 16)
-    out, lse = paged_decode(q, pages, torch.tensor([[0], [1]], dtype=torch.int32), plan, 1.0, tuned=Tuning(4, 2, 32, merge))
+    out, lse = paged_decode(q, pages, torch.tensor([[0], [1]], dtype=torch.int32), plan, 1.0, tuned=Tuning(4, 2, 32, merge=merge))
     assert (out[0] == 0).all()
     assert (lse[0] == -torch.inf).all()
     assert (out[1] == 1).all()
@@ -135,7 +135,7 @@ def test_a_row_alone_is_the_same_bit_for_bit_and_a_graph_takes_other_lengths(mer
     q = torch.randn(4, 16, 64, device="cuda", generator=generator).bfloat16()
     lens = torch.tensor([2400, 5, 1024, 129], dtype=torch.int32, device="cuda")
     rows = torch.arange(4, device="cuda")
-    bound, tuned = bound_pieces(4, 4 * 2400), Tuning(2, 2, 64, merge)
+    bound, tuned = bound_pieces(4, 4 * 2400), Tuning(2, 2, 64, merge=merge)
 
     def together() -> torch.Tensor:
         return paged_decode(q, pages, table, plan_decode(lens, rows, bound), 0.125, tuned=tuned)[0]
