@@ -77,6 +77,9 @@ def piece_kernel(
     entry = _entries_of(
         table_ptr, item, line, table_line, first, stop, row_stride, table_head_stride, HEADS, PER_HEAD, PAGE, BLOCK, BY_SLOT
     )
+    held = stop
+    if QUERIES > 1:
+        held = tl.load(lens_ptr + line, mask=item < total, other=0)
     member = tl.arange(0, MEMBERS_PAD)
     dim = tl.arange(0, DIM_PAD)
     live_q = (member[:, None] < MEMBERS) & (dim[None, :] < DIM)
@@ -108,7 +111,7 @@ def piece_kernel(
             score += tl.load(bias, mask=live, other=0.0)[None, :] * 1.4426950408889634
         seen = live[None, :]
         if QUERIES > 1:
-            seen = seen & (token[None, :] <= (tl.load(lens_ptr + line) - QUERIES + member // GROUP)[:, None])
+            seen = seen & (token[None, :] <= (held - QUERIES + member // GROUP)[:, None])
         score = tl.where(seen, score, float("-inf"))
         new_top = tl.maximum(tl.maximum(top, tl.max(score, 1)), -1e30)  # a member may see nothing of a tile
         weight = tl.exp2(score - new_top[:, None])
@@ -134,6 +137,8 @@ def piece_kernel(
         first = tl.where(is_last, next_first, first + BLOCK)
         stop = tl.where(is_last, next_stop, stop)
         table_line = tl.where(is_last, next_table, table_line)
+        if QUERIES > 1:
+            held = tl.load(lens_ptr + line)
         entry = _entries_of(
             table_ptr, item, line, table_line, first, stop, row_stride, table_head_stride,
             HEADS, PER_HEAD, PAGE, BLOCK, BY_SLOT,

@@ -68,7 +68,8 @@ def plan_decode(lens: Tensor, rows: Tensor, max_pieces: int, firsts: Tensor | No
     pieces = torch.empty(max_pieces, 4, dtype=torch.int32, device=lens.device)
     _plan_kernel[(num_lines,)](
         lens, firsts if firsts is not None else lens, rows, ends, pieces, num_lines, num_lines // len(rows),
-        HAS_FIRSTS=firsts is not None, LINES_PAD=triton.next_power_of_2(num_lines), EDGE=EDGE, FEW=cut.few, MOST=cut.most, LONG=cut.long,
+        HAS_FIRSTS=firsts is not None, LINES_PAD=triton.next_power_of_2(num_lines), EDGE=EDGE,
+        FEW=cut.few, MOST=cut.most, LONG=cut.long,
     )  # fmt: skip
     return DecodePlan(lens, ends, pieces, per_head, cut.most)
 
@@ -95,7 +96,8 @@ def _size_of(seen, EDGE: tl.constexpr, FEW: tl.constexpr, MOST: tl.constexpr, LO
 @triton.jit(do_not_specialize=["lens_ptr", "firsts_ptr", "rows_ptr", "num_lines", "lines_a_row"])
 def _plan_kernel(
     lens_ptr, firsts_ptr, rows_ptr, ends_ptr, pieces_ptr, num_lines, lines_a_row,
-    HAS_FIRSTS: tl.constexpr, LINES_PAD: tl.constexpr, EDGE: tl.constexpr, FEW: tl.constexpr, MOST: tl.constexpr, LONG: tl.constexpr,
+    HAS_FIRSTS: tl.constexpr, LINES_PAD: tl.constexpr, EDGE: tl.constexpr,
+    FEW: tl.constexpr, MOST: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
     """One line: where its pieces stand in the list (behind those of all lines before it), and the pieces."""
     line = tl.program_id(0)
@@ -121,12 +123,12 @@ def _plan_kernel(
 
 
 Merge = Literal["after", "overlap"]
-"""The kernel that merges the pieces is launched when the first has ended, or before (Hopper's programmatic dependent launch)."""
+"""When the kernel that merges the pieces is launched: behind the first, or while it runs (programmatic dependent launch)."""
 
 
 class Tuning(NamedTuple):
-    """How the kernel is compiled: warps of a program, stages of its pipeline, tokens of a tile; programs of a multiprocessor; when
-    the pieces are merged."""
+    """How the kernel is compiled: warps of a program, stages of its pipeline, tokens of a tile. programs: of a multiprocessor.
+    merge: when it is launched."""
 
     warps: int
     stages: int

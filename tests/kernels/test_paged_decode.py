@@ -106,10 +106,38 @@ def test_a_row_that_holds_nothing_in_the_interpreter(monkeypatch: pytest.MonkeyP
 
     plan = plan_decode(torch.tensor([0, 3], dtype=torch.int32), torch.arange(2), bound_pieces(2, 3))
     pages, q = torch.ones(2, 2, 2, 16, 16), torch.ones(2, 4, 16)
-    out, lse = paged_decode(q, pages, torch.tensor([[0], [1]], dtype=torch.int32), plan, 1.0, tuned=Tuning(4, 2, 32, merge=merge))
+    out, lse = paged_decode(
+        q, pages, torch.tensor([[0], [1]], dtype=torch.int32), plan, 1.0, tuned=Tuning(4, 2, 32, merge=merge)
+    )
     assert (out[0] == 0).all()
     assert (lse[0] == -torch.inf).all()
     assert (out[1] == 1).all()
+
+
+@only_interpreted
+def test_a_row_is_the_same_bit_for_bit_whatever_stands_beside_it_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs go from a piece of one row to one of another: nothing may come along, not even from keys that are no numbers."""
+    numpy_scalars(monkeypatch)
+    from agentkv.kernels.paged_decode import Tuning, bound_pieces, paged_decode, plan_decode
+
+    generator = torch.Generator().manual_seed(7)
+    lens, tuned = torch.tensor([300, 0, 5, 129], dtype=torch.int32), Tuning(4, 3, 64)
+    pages = torch.randn(4, 19, 2, 2, 16, 16, generator=generator)
+    pages[2] = torch.nan
+    table = torch.arange(4 * 19, dtype=torch.int32).view(4, 19)
+    q, rows = torch.randn(4, 4, 16, generator=generator), torch.arange(4)
+
+    def decode(chosen: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        plan = plan_decode(lens[chosen], rows[chosen], bound_pieces(4, 434))
+        return paged_decode(q[chosen], pages.flatten(0, 1), table, plan, 0.25, tuned=tuned)
+
+    out, lse = decode(slice(None))
+    assert out[2].isnan().all()
+    for row in (0, 1, 3):
+        alone, alone_lse = decode(slice(row, row + 1))
+        assert torch.equal(out[row], alone[0])
+        assert torch.equal(lse[row], alone_lse[0])
+        assert not out[row].isnan().any()
 
 
 @only_without_gpu
