@@ -42,19 +42,20 @@ def _entries_of(
 ):  # fmt: skip
     """What the page table says of a tile's tokens."""
     head = (line if PER_HEAD else item) % HEADS
-    token = first + tl.arange(0, BLOCK)
+    token = (first + tl.arange(0, BLOCK)).to(tl.uint32)  # divided by a shift
     table_row = table_ptr + table_line.to(tl.int64) * row_stride + head * table_head_stride
-    return tl.load(table_row + (token if BY_SLOT else token // PAGE), mask=token < stop, other=0)
+    return tl.load(table_row + (token if BY_SLOT else token // PAGE), mask=token < stop.to(tl.uint32), other=0)
 
 
 @triton.jit(do_not_specialize=["lens_ptr", "num_lines", "bias_stride", "scores_stride"])
 def piece_kernel(
     q_ptr, pages_ptr, table_ptr, bias_ptr, lens_ptr, ends_ptr, pieces_ptr, part_ptr, part_lse_ptr, scores_ptr,
-    scale, num_lines, q_token_stride, q_head_stride, page_stride, head_stride, row_stride, table_head_stride, bias_stride,
+    scale, num_lines, q_token_stride, q_head_stride, head_stride, row_stride, table_head_stride, bias_stride,
     scores_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, MEMBERS_PAD: tl.constexpr, PER_HEAD: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    PAGE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    PAGE: tl.constexpr, PAGE_STRIDE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
     NUM_STAGES: tl.constexpr, BY_SLOT: tl.constexpr, HAS_SCORES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Pieces number pid, pid + grid, ...: each one's part of out (float32, normalised) and its log-sum-exp (base 2).
@@ -70,7 +71,7 @@ def piece_kernel(
     step = tl.num_programs(0)
     item = tl.program_id(0)
     line, first, stop, table_line = _piece_of(pieces_ptr, item, HEADS, PER_HEAD)
-    stop = tl.where(item < total, stop, first)  # no such piece: nothing is read
+    first, stop = tl.where(item < total, first, 0), tl.where(item < total, stop, 0)  # no such piece: nothing is read
     tiles = _tiles_of(pieces_ptr, total, HEADS, PER_HEAD, BLOCK, 32)
     next_item = tl.minimum(item + step, total - 1)
     next_line, next_first, next_stop, next_table = _piece_of(pieces_ptr, next_item, HEADS, PER_HEAD)
@@ -94,14 +95,15 @@ def piece_kernel(
         q = tl.load(q_ptr + q_offset + dim[None, :], mask=live_q, other=0.0)
         token = first + tl.arange(0, BLOCK)
         live = token < stop
-        wide = entry.to(tl.int64)
-        if BY_SLOT:
-            place = wide // PAGE * page_stride + head * head_stride + (wide % PAGE) * DIM
+        granule = entry // PAGE if BY_SLOT else entry
+        slot = (entry % PAGE if BY_SLOT else token.to(tl.uint32) % PAGE).to(tl.int32)
+        if DIM % PAGE_STRIDE == 0:  # a slot is whole granules: they are counted before anything is 64 bits wide
+            place = (granule + slot * (DIM // PAGE_STRIDE)).to(tl.int64) * PAGE_STRIDE
         else:
-            place = wide * page_stride + head * head_stride + (token % PAGE) * DIM
-        offset = place[:, None] + dim[None, :]
-        live_kv = live[:, None] & (dim[None, :] < DIM)
-        k = tl.load(pages_ptr + offset, mask=live_kv, other=0.0)
+            place = granule.to(tl.int64) * PAGE_STRIDE + slot * DIM
+        keys = (pages_ptr + head * head_stride + dim[None, :]) + place[:, None]
+        live_kv = live[:, None] & (dim[None, :] < DIM) if DIM < DIM_PAD else live[:, None]
+        k = tl.load(keys, mask=live_kv, other=0.0)
         score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if HAS_SCORES:
             line_scores = scores_ptr + (line * HEADS * GROUP + head * GROUP + member).to(tl.int64) * scores_stride
@@ -116,7 +118,7 @@ def piece_kernel(
         new_top = tl.maximum(tl.maximum(top, tl.max(score, 1)), -1e30)  # a member may see nothing of a tile
         weight = tl.exp2(score - new_top[:, None])
         shrink = tl.exp2(top - new_top)
-        v = tl.load(pages_ptr + offset + PAGE * DIM, mask=live_kv, other=0.0)
+        v = tl.load(keys + PAGE * DIM, mask=live_kv, other=0.0)
         acc = acc * shrink[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=PRECISION)
         sums = sums * shrink + tl.sum(weight, 1)
         top = new_top
@@ -126,7 +128,7 @@ def piece_kernel(
             sums_safe = tl.where(sums > 0, sums, 1.0)
             part_lse = tl.where(sums > 0, top + tl.log2(sums_safe), float("-inf"))
             part = member.to(tl.int64) + item * MEMBERS
-            tl.store(part_ptr + part[:, None] * DIM + dim[None, :], acc / sums_safe[:, None], mask=live_q)
+            tl.store(part_ptr + part[:, None] * DIM + dim[None, :], acc * (1.0 / sums_safe)[:, None], mask=live_q)
             tl.store(part_lse_ptr + part, part_lse, mask=member < MEMBERS)
             top = tl.full([MEMBERS_PAD], float("-inf"), tl.float32)
             sums = tl.zeros([MEMBERS_PAD], tl.float32)

@@ -37,7 +37,7 @@ class Cut(NamedTuple):
 
 
 CUT = Cut()
-SHARE, MERGE_WARPS = 32, 2
+SHARE, MERGE_WARPS = 64, 2
 """Dims of a head that one program of the merge has, and its warps."""
 
 
@@ -137,12 +137,15 @@ class Tuning(NamedTuple):
     merge: Merge = "after"
 
 
-def tuning(row_bytes: int, per_head: bool = False) -> Tuning:
-    """What serves all shapes best on an H200 (docs/bench/tune.json). row_bytes: of one key; stages and tiles are such that the
-    programs of a multiprocessor fit its shared memory together."""
-    if row_bytes > 256:
-        return Tuning(4, 2, 64 if row_bytes <= 512 else 32)
-    return Tuning(4, 3, 64)
+def tuning(row_bytes: int) -> Tuning:
+    """What serves all shapes best on an H200 (docs/bench/tune-decode.json): small tiles in many programs are faster where rows
+    are many (3 to 6 %), and a third slower where there is one. row_bytes: of one key; the programs of a multiprocessor fit its
+    shared memory together."""
+    if row_bytes <= 128:
+        return Tuning(4, 4, 64, 3)
+    if row_bytes <= 256:
+        return Tuning(4, 2, 128)
+    return Tuning(4, 2, 64) if row_bytes <= 512 else Tuning(4, 2, 32)
 
 
 def paged_decode(
@@ -174,7 +177,7 @@ def paged_decode(
     members, dim_pad = group * queries, max(16, triton.next_power_of_2(head_dim))
     share = min(dim_pad, SHARE)
     if tuned is None:
-        tuned = tuning(q.shape[-1] * pages.element_size(), plan.per_head)
+        tuned = tuning(q.shape[-1] * pages.element_size())
         tuned = tuned._replace(merge="overlap") if overlapping(q.device)["OVERLAP"] else tuned
     overlap = tuned.merge == "overlap"
     items = len(plan.pieces) * (1 if plan.per_head else num_kv_heads)
@@ -187,11 +190,12 @@ def paged_decode(
     piece_kernel[(min(grid_of(q.device, tuned.programs), items),)](
         q, pages, table, q if bias is None else bias, plan.lens, plan.ends, plan.pieces, parts, part_lse,
         lse if scores is None else scores,
-        scale * 1.4426950408889634, plan.ends.numel(), q.stride(0), q.stride(1), pages.stride(0), pages.stride(1),
+        scale * 1.4426950408889634, plan.ends.numel(), q.stride(0), q.stride(1), pages.stride(1),
         table.stride(0), table.stride(1) if table.dim() == 3 else 0, 0 if bias is None else bias.stride(1),
         0 if scores is None else scores.stride(1),
         HAS_BIAS=bias is not None,
-        MEMBERS_PAD=max(16, triton.next_power_of_2(members)), PAGE=page_size, DIM_PAD=dim_pad, BLOCK=tuned.block,
+        MEMBERS_PAD=max(16, triton.next_power_of_2(members)), PAGE=page_size, PAGE_STRIDE=pages.stride(0), DIM_PAD=dim_pad,
+        BLOCK=tuned.block,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", NUM_STAGES=tuned.stages, num_warps=tuned.warps,
         BY_SLOT=by_slot, HAS_SCORES=scores is not None, **shared,
     )  # fmt: skip

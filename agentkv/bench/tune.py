@@ -35,8 +35,8 @@ class Setting(NamedTuple):
     """One way to run the kernel. programs: of each multiprocessor. few, most, long: see `paged_decode.Cut`."""
 
     warps: int = 4
-    stages: int = 3
-    block: int = 64
+    stages: int = 2
+    block: int = 128
     programs: int = 2
     few: int = 16
     most: int = 64
@@ -45,8 +45,7 @@ class Setting(NamedTuple):
 
 
 TILES = (
-    (4, 3, 64, 2), (4, 2, 64, 3), (2, 3, 64, 2), (2, 2, 64, 4), (8, 4, 64, 1), (4, 2, 128, 2), (4, 3, 128, 1), (8, 3, 128, 1),
-    (2, 4, 32, 3), (4, 5, 32, 2), (4, 6, 64, 1),
+    (4, 2, 128, 2), (2, 2, 64, 4), (4, 3, 64, 2), (4, 2, 64, 3), (2, 3, 64, 2), (2, 3, 32, 4), (8, 3, 128, 1), (4, 3, 128, 1),
 )  # fmt: skip
 """Warps, stages, tokens of a tile, and programs, of which a multiprocessor holds so many. Its shared memory has of each one
 tile less than there are stages."""

@@ -140,9 +140,28 @@ def test_a_row_is_the_same_bit_for_bit_whatever_stands_beside_it_in_the_interpre
         assert not out[row].isnan().any()
 
 
+@only_interpreted
+@pytest.mark.parametrize("head_dim", [32, 64])
+def test_pages_of_granules_are_read_as_dense_ones_in_the_interpreter(monkeypatch: pytest.MonkeyPatch, head_dim: int) -> None:
+    """An arena's pages begin at any granule of 256 bytes, 64 numbers here: half a slot's key, or one."""
+    numpy_scalars(monkeypatch)
+    from agentkv.kernels.paged_decode import bound_pieces, paged_decode, plan_decode
+
+    generator = torch.Generator().manual_seed(9)
+    dense = torch.randn(5, 2, 2, 4, head_dim, generator=generator)
+    unit = dense[0].numel() // 64
+    granules = dense.flatten().as_strided((4 * unit + 1, *dense.shape[1:]), (64, *dense.stride()[1:]))
+    q, table, rows = torch.randn(2, 4, head_dim, generator=generator), torch.tensor([[3, 0], [1, 4]]), torch.arange(2)
+    plan = plan_decode(torch.tensor([7, 5], dtype=torch.int32), rows, bound_pieces(2, 12))
+    want, want_lse = paged_decode(q, dense, table.to(torch.int32), plan, 0.2)
+    got, got_lse = paged_decode(q, granules, (table * unit).to(torch.int32), plan, 0.2)
+    assert torch.equal(got, want)
+    assert torch.equal(got_lse, want_lse)
+
+
 @only_without_gpu
 def test_cases_pass_interpreted() -> None:
-    pass_interpreted(__file__, len(CASES) + 2)
+    pass_interpreted(__file__, len(CASES) + 4)
 
 
 @pytest.mark.gpu
