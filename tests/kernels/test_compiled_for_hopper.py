@@ -57,7 +57,8 @@ def test_decode(built: dict[str, str], merge: Any) -> None:
 
     pages, table = paged()
     plan = plan_decode(torch.zeros(2, dtype=torch.int32), torch.arange(2), 10)
-    paged_decode(torch.zeros(2, 32, 128, dtype=BF16), pages, table, plan, 0.1, tuned=tuning(256)._replace(stages=3, merge=merge))
+    tuned = tuning(256)._replace(stages=3, merge=merge)
+    paged_decode(torch.zeros(2, 32, 128, dtype=BF16), pages, table, plan, 0.1, tuned=tuned)
     assert "cp.async" in built["piece_kernel"]  # tiles are on their way while others are worked on
     assert ("griddepcontrol.wait" in built["piece_kernel"]) == (merge == "overlap")
     assert ("griddepcontrol.wait" in built["merge_kernel"]) == (merge == "overlap")
