@@ -17,8 +17,9 @@ from torch import Tensor
 
 from agentkv.kernels.decode_fp8_triton import fp8_kernel
 from agentkv.kernels.decode_groups_triton import groups_kernel
+from agentkv.kernels.merge_pieces_triton import merge_kernel
 from agentkv.kernels.overlap import overlapping
-from agentkv.kernels.paged_decode import DecodePlan, _merge_kernel
+from agentkv.kernels.paged_decode import DecodePlan
 from agentkv.kernels.quantized_pages import PageLayout, QuantizedPages
 
 
@@ -94,7 +95,7 @@ def paged_dequant_decode(
     dim_pad = max(16, triton.next_power_of_2(head_dim))
     share = min(dim_pad, 32)
     beside_out, beside_lse = beside or (None, None)
-    _merge_kernel[(num_tokens, num_heads, dim_pad // share)](
+    merge_kernel[(num_tokens, num_heads, dim_pad // share)](
         parts, part_lse, plan.ends, out, lse, PER_HEAD=False, SHARE=share, MOST=plan.most, num_warps=2,
         beside_ptr=beside_out, beside_lse_ptr=beside_lse, **shared, **overlapping(q.device),
     )  # fmt: skip

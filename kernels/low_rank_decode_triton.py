@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from agentkv.kernels.low_rank_decode import LowRankPages, absorb_values
-from agentkv.kernels.paged_decode import MOST, DecodePlan, Tuning, _merge_kernel
+from agentkv.kernels.merge_pieces_triton import merge_kernel
+from agentkv.kernels.paged_decode import MOST, DecodePlan, Tuning, grid_of
 
 
 @triton.jit
@@ -178,14 +179,14 @@ def paged_low_rank_decode(
     heads, rank_k, rank_v = len(payload.k_factor), payload.k.shape[3], payload.v.shape[3]
     half, group = len(payload.frequency), num_heads // heads
     rest, rank_pad = dim - 2 * half, max(16, triton.next_power_of_2(rank_v))
-    share, tuned = min(rank_pad, 32), tuned or Tuning(4, 1, 32)
+    share, tuned = min(rank_pad, 32), tuned or Tuning(4, 1, 32, 4)
     items = len(plan.pieces) * heads
     parts = torch.empty(items, group * queries, rank_v, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(items, group * queries, dtype=torch.float32, device=q.device)
     out = torch.empty(num_tokens, num_heads, rank_v, dtype=torch.float32, device=q.device)
     lse = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=q.device)
     shared = {"HEADS": heads, "GROUP": group, "QUERIES": queries}
-    _piece_kernel[(plan.programs,)](
+    _piece_kernel[(grid_of(q.device, tuned.programs),)](
         q, payload.k, payload.v, payload.k_factor, _or(payload.k_bias, q), _or(payload.k_norm, q), payload.frequency,
         _or(positions, q), _or(bias, q), table, plan.lens, plan.ends, plan.pieces, parts, part_lse,
         scale * 1.4426950408889634, payload.eps, plan.ends.numel(), q.stride(0), q.stride(1), *payload.k.stride()[:3],
@@ -198,7 +199,7 @@ def paged_low_rank_decode(
         RANK_K=rank_k, CHUNK=min(64, max(16, triton.next_power_of_2(rank_k))), RANK_V=rank_v, RANK_V_PAD=rank_pad,
         BLOCK=tuned.block, num_stages=tuned.stages, num_warps=tuned.warps, **shared,
     )  # fmt: skip
-    _merge_kernel[(num_tokens, num_heads, rank_pad // share)](
+    merge_kernel[(num_tokens, num_heads, rank_pad // share)](
         parts, part_lse, plan.ends, out, lse, PER_HEAD=False, DIM=rank_v, SHARE=share, MOST=MOST, num_warps=2, **shared
     )
     return absorb_values(payload, out, lse).to(q.dtype), lse

@@ -25,7 +25,7 @@ import torch
 from agentkv.bench.conditions import machine
 from agentkv.bench.device_times import Work, graph_of, times
 from agentkv.bench.gpu_rows import Rig, layers_of, small
-from agentkv.bench.paged_shapes import SHAPES, Drawn, Shape, draw
+from agentkv.bench.paged_shapes import SHAPES, SHORT, Drawn, Shape, draw
 
 if TYPE_CHECKING:
     from agentkv.kernels.paged_decode import Merge
@@ -34,21 +34,24 @@ if TYPE_CHECKING:
 class Setting(NamedTuple):
     """One way to run the kernel. programs: of each multiprocessor. few, most, long: see `paged_decode.Cut`."""
 
-    warps: int = 2
+    warps: int = 4
     stages: int = 2
-    block: int = 64
-    programs: int = 4
+    block: int = 128
+    programs: int = 2
     few: int = 16
     most: int = 64
     long: int = 1024
     merge: Merge = "after"
 
 
-TILES = ((2, 2, 64), (2, 6, 64), (2, 8, 64), (4, 6, 64), (4, 8, 64), (4, 4, 128), (4, 6, 128), (2, 6, 32), (2, 8, 32))
-"""Warps, stages, tokens of a tile. A page's place is read before the page, so two stages are one tile in shared memory."""
+TILES = (
+    (4, 2, 128, 2), (2, 2, 64, 4), (4, 3, 64, 2), (4, 2, 64, 3), (2, 3, 64, 2), (2, 3, 32, 4), (8, 3, 128, 1), (4, 3, 128, 1),
+)  # fmt: skip
+"""Warps, stages, tokens of a tile, and programs, of which a multiprocessor holds so many. Its shared memory has of each one
+tile less than there are stages."""
 CUTS = ((16, 64, 1024), (32, 64, 512), (32, 128, 512), (64, 128, 512))
-PROGRAMS = (3, 4, 6, 8)
-MERGES: tuple[Merge, ...] = ("after", "last", "overlap")
+PROGRAMS = (1, 2, 3, 4)
+MERGES: tuple[Merge, ...] = ("after", "overlap")
 
 
 def compiled_ways() -> list[Setting]:
@@ -70,13 +73,11 @@ def work_of(drawn: Drawn, setting: Setting) -> Work:
 
     device, lens = drawn.q.device, drawn.lens
     cut = Cut(setting.few, setting.most, setting.long)
-    tuned = Tuning(setting.warps, setting.stages, setting.block, setting.merge)
+    tuned = Tuning(setting.warps, setting.stages, setting.block, setting.programs, setting.merge)
     rows, bound = torch.arange(len(lens), device=device), bound_pieces(len(lens), sum(drawn.shape.lens), cut)
-    on_gpu = device.type == "cuda"
-    programs = setting.programs * torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 3
 
     def run() -> None:
-        plan = plan_decode(lens, rows, bound, programs=programs, cut=cut)
+        plan = plan_decode(lens, rows, bound, cut=cut)
         for pages, table in zip(drawn.layers, drawn.tables, strict=True):
             paged_decode(drawn.q, pages, table, plan, drawn.shape.head_dim**-0.5, tuned=tuned)
 
@@ -103,7 +104,7 @@ def measured(drawn: Drawn, settings: Iterable[Setting], rig: Rig, until: float) 
 
 def tune(
     *, out: Path, minutes: float = 5.0, repeats: int = 10, device: str = "cuda", tiny: bool = False,
-    shapes: Sequence[Shape] = SHAPES, tell: Callable[[str], None] | None = None,
+    shapes: Sequence[Shape] = (*SHAPES, *SHORT), tell: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Both rounds for each shape, in equal shares of the time; written to `out`/tune.json after each shape."""
     rig = Rig(torch.device(device), repeats, tiny, peers=False)
@@ -140,13 +141,14 @@ def _lines(shape: Shape, first: list[dict[str, Any]], second: list[dict[str, Any
 
 
 def common(result: dict[str, Any]) -> list[str]:
-    """By cut, programs and merge: the least share over its target among the shapes that measured it, the best first."""
+    """By cut, programs and merge: the least share over its target (where there is none, over the best) among the shapes that
+    measured it, the best first."""
     worst: dict[tuple[Any, ...], list[float]] = {}
     for shape in result["shapes"]:
-        for row in shape["scheduled"]:
-            if "share" in row:
-                key = tuple(row["setting"].values())[3:]
-                worst.setdefault(key, []).append(row["share"] / shape["target"])
+        measured = [row for row in shape["scheduled"] if "share" in row]
+        wanted = shape["target"] or max((row["share"] for row in measured), default=1.0)
+        for row in measured:
+            worst.setdefault(tuple(row["setting"].values())[3:], []).append(row["share"] / wanted)
     whole = {key: min(shares) for key, shares in worst.items() if len(shares) == len(result["shapes"])}
     best = sorted(whole.items(), key=lambda item: -item[1])[:8]
     return [f"  {share:.3f} programs, few, most, long, merge: {key}" for key, share in best]

@@ -55,17 +55,19 @@ def paged(num_rows: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.zeros(64, 8, 2, 16, 128, dtype=BF16), torch.zeros(num_rows, 16, dtype=torch.int32)
 
 
-@pytest.mark.parametrize("merge", ["after", "last", "overlap"])
+@pytest.mark.parametrize("merge", ["after", "overlap"])
 def test_decode(built: dict[str, str], merge: Any) -> None:
     from agentkv.kernels.paged_decode import paged_decode, plan_decode, tuning
 
     pages, table = paged()
     plan = plan_decode(torch.zeros(2, dtype=torch.int32), torch.arange(2), 10)
-    paged_decode(torch.zeros(2, 32, 128, dtype=BF16), pages, table, plan, 0.1, tuned=tuning(256)._replace(merge=merge))
-    assert "cp.async" in built["_piece_kernel"]  # tiles are on their way while others are worked on
-    assert ("atom" in built["_piece_kernel"]) == (merge == "last")
-    assert ("griddepcontrol.wait" in built["_piece_kernel"]) == (merge == "overlap")
-    assert ("_merge_kernel" in built) == (merge != "last")
+    tuned = tuning(256)._replace(stages=3, merge=merge)
+    paged_decode(torch.zeros(2, 32, 128, dtype=BF16), pages, table, plan, 0.1, tuned=tuned)
+    assert "cp.async" in built["piece_kernel"]  # tiles are on their way while others are worked on
+    assert ("griddepcontrol.wait" in built["piece_kernel"]) == (merge == "overlap")
+    assert ("griddepcontrol.wait" in built["merge_kernel"]) == (merge == "overlap")
+    waits = re.findall(r"cp\.async\.wait_group\s+(\d+)", built["piece_kernel"])
+    assert "3" in waits  # the loop goes on while queries, keys and values of the next tile are not there yet
 
 
 def test_prefill_over_pages(built: dict[str, str]) -> None:
@@ -150,9 +152,9 @@ def test_selection(built: dict[str, str]) -> None:
     assert {"_held_kernel", "_count_kernel", "_block_kernel", "_write_kernel"} <= built.keys()
     plan = plan_decode(heads, torch.arange(2), 40)
     paged_decode(q, pages, torch.zeros(2, 4096, dtype=torch.int64), plan, 0.1, by_slot=True)
-    assert "cp.async" in built["_piece_kernel"]
+    assert "cp.async" in built["piece_kernel"]
     paged_decode(q, pages, paged()[1], plan_decode(lens, torch.arange(2), 40), 0.1, scores=torch.zeros(2, 32, 256))
-    assert "cp.async" in built["_piece_kernel"]
+    assert "cp.async" in built["piece_kernel"]
     keys, queries = PagedKeys(pages, 0, place.long(), 0, 60), torch.zeros(3, 32, 32, 128, dtype=BF16)
     lse = paged_lse(queries, keys, torch.zeros(32, dtype=torch.int32), 0.1)
     paged_columns(queries, keys, lse, torch.zeros(32, dtype=torch.int32), 0.1, by_head=True)

@@ -43,7 +43,7 @@ LARGE = [
 ]
 
 
-MERGES = ["after", "last", "overlap"]
+MERGES = ["after", "overlap"]
 
 
 def check(device: str, dtype: torch.dtype, tolerance: float, case: Case, merges: list[str]) -> None:
@@ -95,26 +95,73 @@ def check(device: str, dtype: torch.dtype, tolerance: float, case: Case, merges:
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_twin_in_the_interpreter(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
     numpy_scalars(monkeypatch)
-    check("cpu", torch.float32, 1e-5, case, MERGES[:2])
+    check("cpu", torch.float32, 1e-5, case, MERGES[:1])
 
 
 @only_interpreted
-@pytest.mark.parametrize("merge", MERGES[:2])
+@pytest.mark.parametrize("merge", MERGES[:1])
 def test_a_row_that_holds_nothing_in_the_interpreter(monkeypatch: pytest.MonkeyPatch, merge: str) -> None:
     numpy_scalars(monkeypatch)
     from agentkv.kernels.paged_decode import Tuning, bound_pieces, paged_decode, plan_decode
 
     plan = plan_decode(torch.tensor([0, 3], dtype=torch.int32), torch.arange(2), bound_pieces(2, 3))
     pages, q = torch.ones(2, 2, 2, 16, 16), torch.ones(2, 4, 16)
-    out, lse = paged_decode(q, pages, torch.tensor([[0], [1]], dtype=torch.int32), plan, 1.0, tuned=Tuning(4, 2, 32, merge))
+    out, lse = paged_decode(
+        q, pages, torch.tensor([[0], [1]], dtype=torch.int32), plan, 1.0, tuned=Tuning(4, 2, 32, merge=merge)
+    )
     assert (out[0] == 0).all()
     assert (lse[0] == -torch.inf).all()
     assert (out[1] == 1).all()
 
 
+@only_interpreted
+def test_a_row_is_the_same_bit_for_bit_whatever_stands_beside_it_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs go from a piece of one row to one of another: nothing may come along, not even from keys that are no numbers."""
+    numpy_scalars(monkeypatch)
+    from agentkv.kernels.paged_decode import Tuning, bound_pieces, paged_decode, plan_decode
+
+    generator = torch.Generator().manual_seed(7)
+    lens, tuned = torch.tensor([300, 0, 5, 129], dtype=torch.int32), Tuning(4, 3, 64)
+    pages = torch.randn(4, 19, 2, 2, 16, 16, generator=generator)
+    pages[2] = torch.nan
+    table = torch.arange(4 * 19, dtype=torch.int32).view(4, 19)
+    q, rows = torch.randn(4, 4, 16, generator=generator), torch.arange(4)
+
+    def decode(chosen: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        plan = plan_decode(lens[chosen], rows[chosen], bound_pieces(4, 434))
+        return paged_decode(q[chosen], pages.flatten(0, 1), table, plan, 0.25, tuned=tuned)
+
+    out, lse = decode(slice(None))
+    assert out[2].isnan().all()
+    for row in (0, 1, 3):
+        alone, alone_lse = decode(slice(row, row + 1))
+        assert torch.equal(out[row], alone[0])
+        assert torch.equal(lse[row], alone_lse[0])
+        assert not out[row].isnan().any()
+
+
+@only_interpreted
+@pytest.mark.parametrize("head_dim", [32, 64])
+def test_pages_of_granules_are_read_as_dense_ones_in_the_interpreter(monkeypatch: pytest.MonkeyPatch, head_dim: int) -> None:
+    """An arena's pages begin at any granule of 256 bytes, 64 numbers here: half a slot's key, or one."""
+    numpy_scalars(monkeypatch)
+    from agentkv.kernels.paged_decode import bound_pieces, paged_decode, plan_decode
+
+    generator = torch.Generator().manual_seed(9)
+    dense = torch.randn(5, 2, 2, 4, head_dim, generator=generator)
+    unit = dense[0].numel() // 64
+    granules = dense.flatten().as_strided((4 * unit + 1, *dense.shape[1:]), (64, *dense.stride()[1:]))
+    q, table, rows = torch.randn(2, 4, head_dim, generator=generator), torch.tensor([[3, 0], [1, 4]]), torch.arange(2)
+    plan = plan_decode(torch.tensor([7, 5], dtype=torch.int32), rows, bound_pieces(2, 12))
+    want, want_lse = paged_decode(q, dense, table.to(torch.int32), plan, 0.2)
+    got, got_lse = paged_decode(q, granules, (table * unit).to(torch.int32), plan, 0.2)
+    assert torch.equal(got, want)
+    assert torch.equal(got_lse, want_lse)
+
+
 @only_without_gpu
 def test_cases_pass_interpreted() -> None:
-    pass_interpreted(__file__, len(CASES) + 2)
+    pass_interpreted(__file__, len(CASES) + 4)
 
 
 @pytest.mark.gpu
@@ -135,7 +182,7 @@ def test_a_row_alone_is_the_same_bit_for_bit_and_a_graph_takes_other_lengths(mer
     q = torch.randn(4, 16, 64, device="cuda", generator=generator).bfloat16()
     lens = torch.tensor([2400, 5, 1024, 129], dtype=torch.int32, device="cuda")
     rows = torch.arange(4, device="cuda")
-    bound, tuned = bound_pieces(4, 4 * 2400), Tuning(2, 2, 64, merge)
+    bound, tuned = bound_pieces(4, 4 * 2400), Tuning(2, 2, 64, merge=merge)
 
     def together() -> torch.Tensor:
         return paged_decode(q, pages, table, plan_decode(lens, rows, bound), 0.125, tuned=tuned)[0]
