@@ -1,0 +1,122 @@
+"""Decode attention by FlashInfer (arXiv 2501.01005), over our pages as they lie, for rows that share one page table.
+
+Of its kernels xqa alone takes tables and lengths from the device and plans nothing on the host, so a graph can hold it. It is
+compiled once for each shape of heads, by `build` and never by a step. It splits rows by how many there are, so a row's bits
+depend on its batch, which those of our own kernel do not.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agentkv.engine.loader import LoadedModel
+from agentkv.errors import BadModel, BadRequest
+
+WORKSPACE = 16 << 20
+"""Bytes: the library sets aside 8 MiB for its counters, and one part of a result a multiprocessor takes less than 2."""
+MOST_GROUP = 16
+"""Query heads of a KV head."""
+CAPABILITIES = (9, 10, 12)
+"""Major compute capabilities that the kernel is written for."""
+
+
+class FlashInferDecode:
+    """The kernel of one model, loaded. Its workspace holds counters that are zero between launches: one stream may use it.
+
+    BadRequest where it cannot be loaded or run.
+    """
+
+    def __init__(self, loaded: LoadedModel, page_size: int) -> None:
+        c, device = loaded.config, loaded.device
+        self._workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device=device)
+        dtype, one = loaded.dtype, torch.ones(1, dtype=torch.int32, device=device)
+        pages = torch.zeros(1, c.num_kv_heads, 2, page_size, c.head_dim, dtype=dtype, device=device)
+        try:
+            from flashinfer.decode import trtllm_batch_decode_with_kv_cache
+
+            self._attend: Any = trtllm_batch_decode_with_kv_cache
+            self(torch.zeros(1, c.num_heads, c.head_dim, dtype=dtype, device=device), pages, (one - 1).view(1, 1), one, 1.0)
+        except Exception as error:
+            raise _failed("used", error) from error
+
+    def __call__(self, q: Tensor, pages: Tensor, table: Tensor, lens: Tensor, scale: float) -> Tensor:
+        """Attention of one query a row over all that the row holds, like q.
+
+        q: `[num_rows, num_heads, head_dim]`, half precision. pages: one layer's view
+        `[num_granules, num_kv_heads, 2, page_size, head_dim]`; what begins at a granule is a page of the library, so entries
+        are its page numbers. table: int32 `[num_rows, max_pages]`, contiguous, granules. lens: int32 `[num_rows]`, contiguous,
+        at least 1.
+        """
+        keys, values = pages.unbind(2)
+        out: Tensor = self._attend(
+            q.contiguous(), (keys, values), self._workspace, table, lens.view(torch.uint32), table.shape[1] * pages.shape[3],
+            bmm1_scale=scale, bmm2_scale=1.0, kv_layout="HND", backend="xqa",
+        )  # fmt: skip
+        return out
+
+
+def version() -> str | None:
+    """Of the library; None where it is not installed."""
+    try:
+        return importlib.metadata.version("flashinfer-python")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def unserved(loaded: LoadedModel, page_size: int) -> str | None:
+    """Why the kernel does not serve the model on its device; None if it does."""
+    c, device = loaded.config, loaded.device
+    if device.type != "cuda":
+        return f"it is for NVIDIA GPUs, the model is on {device}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major not in CAPABILITIES:
+        return f"it is for compute capability {', '.join(f'{each}.x' for each in CAPABILITIES)}, {device} has {major}.{minor}"
+    if loaded.dtype not in (torch.bfloat16, torch.float16):
+        return f"it is for half precision, the model is in {str(loaded.dtype).removeprefix('torch.')}"
+    if page_size not in (16, 32, 64, 128):
+        return f"it is for pages of 16, 32, 64 or 128 slots, these have {page_size}"
+    if c.head_dim not in (64, 128):  # its pages are whole tokens of a head apart, ours a granule
+        return f"it is for heads of 64 or 128 dims, the model's have {c.head_dim}"
+    group = c.num_heads // c.num_kv_heads
+    return f"it is for up to {MOST_GROUP} query heads a KV head, the model has {group}" if group > MOST_GROUP else None
+
+
+def built(loaded: LoadedModel, page_size: int) -> bool:
+    """Is the kernel of the model on disk? Compiles nothing."""
+    return bool(_spec(loaded, page_size).is_compiled)
+
+
+def build(loaded: LoadedModel, page_size: int) -> None:
+    """Compile the kernel of the model, into the library's own cache. BadRequest, BadModel as `check`, or where it fails."""
+    check(loaded, page_size)
+    try:
+        _spec(loaded, page_size).build_and_load()
+    except Exception as error:
+        raise _failed("compiled", error) from error
+
+
+def check(loaded: LoadedModel, page_size: int) -> None:
+    """BadRequest where the library is not installed, BadModel where it does not serve the model."""
+    if version() is None:
+        raise BadRequest("FlashInfer is not installed", hint="pip install 'agentkv[cuda]'", param="attention")
+    why = unserved(loaded, page_size)
+    if why is not None:
+        raise BadModel(f"FlashInfer's decode attention cannot be used: {why}", hint="Open the model with attention='auto'")
+
+
+def _spec(loaded: LoadedModel, page_size: int) -> Any:
+    """What the library compiles for the model: bfloat16 or half in and out, no window, one query a row."""
+    from flashinfer.jit.xqa import gen_xqa_module
+
+    c, dtype = loaded.config, loaded.dtype
+    return gen_xqa_module(dtype, dtype, page_size, c.head_dim, c.num_heads // c.num_kv_heads, False, dtype, 1)
+
+
+def _failed(doing: str, error: Exception) -> BadRequest:
+    what = f"FlashInfer's decode attention cannot be {doing}: {type(error).__name__}: {str(error)[-500:]}"
+    hint = "It needs nvcc and ninja on the PATH; or open the model with attention='triton'"
+    return BadRequest(what, hint=hint, param="attention")
