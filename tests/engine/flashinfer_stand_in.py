@@ -26,7 +26,7 @@ class StandIn:
     ) -> Tensor:  # fmt: skip
         """Its kernel takes pointers, and three strides of the keys in whole tokens of a head, for the values too."""
         keys, values = kv_cache
-        rows, num_heads, dim = query.shape
+        rows, _, dim = query.shape
         _, num_kv_heads, page_size, _ = keys.shape
         assert (kv_layout, backend, bmm2_scale) == ("HND", "xqa", 1.0)
         assert query.is_contiguous()
