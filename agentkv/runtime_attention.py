@@ -56,11 +56,15 @@ def _measured(loaded: LoadedModel, page_size: int, model: str) -> Choice:
     if not times:
         return Choice("triton", f"FlashInfer {version} was not measured with such heads on an {gpu}")
     ratio = geometric_mean(times.values())
-    said = f"FlashInfer {version} takes {ratio:.2f} times as long on the whole ({len(times)} shapes)"
+    said = f"FlashInfer {version} takes {ratio:.2f} times as long on the whole ({len(times)} shape{'s' * (len(times) > 1)})"
     if ratio > FASTER:
         return Choice("triton", said)
-    if not library.built(loaded, page_size):
-        return Choice("triton", f"{said}, and is not built. {_how(model)}")
+    try:
+        if not library.built(loaded, page_size):
+            return Choice("triton", f"{said}, and is not built. {_how(model)}")
+        library.FlashInferDecode(loaded, page_size)  # nobody asked for it, so it must not keep an engine from opening
+    except BadRequest as error:
+        return Choice("triton", f"{said}, but {error.message}")
     return Choice("flashinfer", said)
 
 

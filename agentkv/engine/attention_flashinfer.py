@@ -86,15 +86,16 @@ def unserved(loaded: LoadedModel, page_size: int) -> str | None:
 
 
 def built(loaded: LoadedModel, page_size: int) -> bool:
-    """Is the kernel of the model on disk? Compiles nothing."""
+    """Is the kernel of the model on disk? Compiles nothing. BadRequest where the library cannot even be imported."""
     return bool(_spec(loaded, page_size).is_compiled)
 
 
 def build(loaded: LoadedModel, page_size: int) -> None:
     """Compile the kernel of the model, into the library's own cache. BadRequest, BadModel as `check`, or where it fails."""
     check(loaded, page_size)
+    spec = _spec(loaded, page_size)
     try:
-        _spec(loaded, page_size).build_and_load()
+        spec.build_and_load()
     except Exception as error:
         raise _failed("compiled", error) from error
 
@@ -110,10 +111,13 @@ def check(loaded: LoadedModel, page_size: int) -> None:
 
 def _spec(loaded: LoadedModel, page_size: int) -> Any:
     """What the library compiles for the model: bfloat16 or half in and out, no window, one query a row."""
-    from flashinfer.jit.xqa import gen_xqa_module
-
     c, dtype = loaded.config, loaded.dtype
-    return gen_xqa_module(dtype, dtype, page_size, c.head_dim, c.num_heads // c.num_kv_heads, False, dtype, 1)
+    try:
+        from flashinfer.jit.xqa import gen_xqa_module
+
+        return gen_xqa_module(dtype, dtype, page_size, c.head_dim, c.num_heads // c.num_kv_heads, False, dtype, 1)
+    except Exception as error:
+        raise _failed("found", error) from error
 
 
 def _failed(doing: str, error: Exception) -> BadRequest:

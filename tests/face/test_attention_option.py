@@ -6,6 +6,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -118,6 +119,20 @@ def test_auto_is_ours_unless_the_other_was_measured_faster_and_is_there(
     assert choose("auto", loaded, 128) == ("triton", "FlashInfer 0.7.0 was not measured with such heads on an NVIDIA Thing")
 
 
+@pytest.mark.parametrize("broken", ["flashinfer.decode", "flashinfer.jit.xqa"])
+def test_auto_opens_where_the_library_is_broken(
+    broken: str, loaded: LoadedModel, library: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured(monkeypatch, _8x32K=0.5)
+    library.compiled = True
+    monkeypatch.setitem(sys.modules, broken, None)
+    with Runtime("micro", **SMALL) as runtime:
+        assert runtime.attention == "triton"
+    assert "(1 shape), but FlashInfer's decode attention cannot be" in choose("auto", loaded, 128).why
+    with pytest.raises(BadRequest, match="ModuleNotFoundError"):
+        Runtime("micro", attention="flashinfer", **SMALL)
+
+
 def test_figures_are_of_these_heads_dims_and_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {XQA: {"8x32K 32/8": 0.9, "8x32K 32/4": 1.1, "8x2K 32/8": 0.8}, "FlashInfer 0.6.3": {"8x32K 32/8": 1.5}}
     monkeypatch.setattr(runtime_backends, "_known", lambda: {GPU: {"operations": {"decode": rows}}})
@@ -158,10 +173,11 @@ def test_warmup_compiles_what_is_asked_for_and_runs_it(library: StandIn) -> None
 
 
 def test_compiling_that_fails_is_told(library: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*arguments: Any) -> Any:
+    def broken() -> None:
         raise RuntimeError("Could not find nvcc")
 
-    monkeypatch.setattr(sys.modules["flashinfer.jit.xqa"], "gen_xqa_module", broken)
+    spec = SimpleNamespace(is_compiled=False, build_and_load=broken)
+    monkeypatch.setattr(sys.modules["flashinfer.jit.xqa"], "gen_xqa_module", lambda *arguments: spec)
     with pytest.raises(BadRequest, match="cannot be compiled: RuntimeError: Could not find nvcc") as caught:
         build(Path(runtime_attention.__file__).parent / "data" / "micro")
     assert "nvcc and ninja" in caught.value.hint
