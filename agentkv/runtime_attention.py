@@ -16,8 +16,9 @@ from agentkv.runtime_backends import measured_decode
 
 Backend = Literal["triton", "flashinfer"]
 WAYS = ("auto", "triton", "flashinfer")
-FASTER = 0.95
-"""Of our kernel's time, at most, where the library's is to be taken unasked: a row's bits depend on its batch there."""
+MEAN, MOST = 0.95, 1.0
+"""Of our kernel's time, in the geometric mean and in any shape measured, where the library's is to be taken unasked: one engine
+has short rows and long ones, and rows of a library's batch are not alone in their bits."""
 
 
 class Choice(NamedTuple):
@@ -37,32 +38,32 @@ def choose(wanted: str, loaded: LoadedModel, page_size: int, model: str = "MODEL
     if wanted == "triton":
         return Choice("triton", "asked for")
     if wanted == "auto":
-        return _measured(loaded, page_size, model)
-    library.check(loaded, page_size)
-    if not library.built(loaded, page_size):
+        return _measured(library.Heads.of(loaded, page_size), model)
+    heads = library.Heads.of(loaded, page_size)
+    library.check(heads)
+    if not library.built(heads):
         raise BadRequest("FlashInfer's decode attention is not built for this model", hint=_how(model), param="attention")
     return Choice("flashinfer", "asked for")
 
 
-def _measured(loaded: LoadedModel, page_size: int, model: str) -> Choice:
-    """The library where it is there, serves the model, was faster on the whole on such a GPU, and is built."""
-    why = library.unserved(loaded, page_size)
+def _measured(heads: library.Heads, model: str) -> Choice:
+    """The library where it is there, serves the model, was faster on such a GPU, and is built."""
+    why = library.unserved(heads)
     if why is not None:
         return Choice("triton", f"FlashInfer does not serve the model: {why}")
-    version, gpu, c = library.version(), gpu_name(loaded.device), loaded.config
+    version, gpu = library.version(), gpu_name(heads.device)
     if version is None:
         return Choice("triton", "FlashInfer is not installed")
-    times = measured_decode(gpu, version, (c.num_heads, c.num_kv_heads, c.head_dim, page_size))
+    times = measured_decode(gpu, version, heads[:4]).values()
     if not times:
         return Choice("triton", f"FlashInfer {version} was not measured with such heads on an {gpu}")
-    ratio = geometric_mean(times.values())
-    said = f"FlashInfer {version} takes {ratio:.2f} times as long on the whole ({len(times)} shape{'s' * (len(times) > 1)})"
-    if ratio > FASTER:
+    said = f"FlashInfer {version} takes {min(times):.2f} to {max(times):.2f} times as long ({len(times)} shapes)"
+    if geometric_mean(times) > MEAN or max(times) > MOST:
         return Choice("triton", said)
     try:
-        if not library.built(loaded, page_size):
+        if not library.built(heads):
             return Choice("triton", f"{said}, and is not built. {_how(model)}")
-        library.FlashInferDecode(loaded, page_size)  # nobody asked for it, so it must not keep an engine from opening
+        library.FlashInferDecode(heads)  # nobody asked for it, so it must not keep an engine from opening
     except BadRequest as error:
         return Choice("triton", f"{said}, but {error.message}")
     return Choice("flashinfer", said)
@@ -72,7 +73,7 @@ def build(path: Path, *, device: str = "auto", dtype: str = "auto", page_size: i
     """Compile the library's kernel for the model at `path`, of which no weight is read; seconds. It stays on disk. Raises what
     `choose` raises, and BadRequest where compiling fails."""
     began = perf_counter()
-    library.build(survey_model(path, device=usable_device(device), dtype=dtype), page_size)
+    library.build(library.Heads.of(survey_model(path, device=usable_device(device), dtype=dtype), page_size))
     return perf_counter() - began
 
 

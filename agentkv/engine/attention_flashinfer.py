@@ -8,7 +8,7 @@ depend on its batch, which those of our own kernel do not.
 from __future__ import annotations
 
 import importlib.metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,22 +24,39 @@ CAPABILITIES = (9, 10, 12)
 """Major compute capabilities that the kernel is written for."""
 
 
+class Heads(NamedTuple):
+    """What a kernel is compiled for, and where it runs."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, loaded: LoadedModel, page_size: int) -> Heads:
+        """Those of a model."""
+        c = loaded.config
+        return cls(c.num_heads, c.num_kv_heads, c.head_dim, page_size, loaded.dtype, loaded.device)
+
+
 class FlashInferDecode:
-    """The kernel of one model, loaded. Its workspace holds counters that are zero between launches: one stream may use it.
+    """The kernel for such heads, loaded. Its workspace holds counters that are zero between launches: one stream may use it.
 
     BadRequest where it cannot be loaded or run.
     """
 
-    def __init__(self, loaded: LoadedModel, page_size: int) -> None:
-        c, device = loaded.config, loaded.device
+    def __init__(self, heads: Heads) -> None:
+        num_heads, num_kv_heads, dim, page_size, dtype, device = heads
         self._workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device=device)
-        dtype, one = loaded.dtype, torch.ones(1, dtype=torch.int32, device=device)
-        pages = torch.zeros(1, c.num_kv_heads, 2, page_size, c.head_dim, dtype=dtype, device=device)
+        one = torch.ones(1, dtype=torch.int32, device=device)
+        pages = torch.zeros(1, num_kv_heads, 2, page_size, dim, dtype=dtype, device=device)
         try:
             from flashinfer.decode import trtllm_batch_decode_with_kv_cache
 
             self._attend: Any = trtllm_batch_decode_with_kv_cache
-            self(torch.zeros(1, c.num_heads, c.head_dim, dtype=dtype, device=device), pages, (one - 1).view(1, 1), one, 1.0)
+            self(torch.zeros(1, num_heads, dim, dtype=dtype, device=device), pages, (one - 1).view(1, 1), one, 1.0)
         except Exception as error:
             raise _failed("used", error) from error
 
@@ -67,55 +84,55 @@ def version() -> str | None:
         return None
 
 
-def unserved(loaded: LoadedModel, page_size: int) -> str | None:
-    """Why the kernel does not serve the model on its device; None if it does."""
-    c, device = loaded.config, loaded.device
+def unserved(heads: Heads) -> str | None:
+    """Why there is no kernel for a model with such heads on its device; None if there is."""
+    num_heads, num_kv_heads, dim, page_size, dtype, device = heads
     if device.type != "cuda":
         return f"it is for NVIDIA GPUs, the model is on {device}"
     major, minor = torch.cuda.get_device_capability(device)
     if major not in CAPABILITIES:
         return f"it is for compute capability {', '.join(f'{each}.x' for each in CAPABILITIES)}, {device} has {major}.{minor}"
-    if loaded.dtype not in (torch.bfloat16, torch.float16):
-        return f"it is for half precision, the model is in {str(loaded.dtype).removeprefix('torch.')}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"it is for half precision, the model is in {str(dtype).removeprefix('torch.')}"
     if page_size not in (16, 32, 64, 128):
         return f"it is for pages of 16, 32, 64 or 128 slots, these have {page_size}"
-    if c.head_dim not in (64, 128):  # its pages are whole tokens of a head apart, ours a granule
-        return f"it is for heads of 64 or 128 dims, the model's have {c.head_dim}"
-    group = c.num_heads // c.num_kv_heads
+    if dim not in (64, 128):  # its pages are whole tokens of a head apart, ours a granule
+        return f"it is for heads of 64 or 128 dims, the model's have {dim}"
+    group = num_heads // num_kv_heads
     return f"it is for up to {MOST_GROUP} query heads a KV head, the model has {group}" if group > MOST_GROUP else None
 
 
-def built(loaded: LoadedModel, page_size: int) -> bool:
-    """Is the kernel of the model on disk? Compiles nothing. BadRequest where the library cannot even be imported."""
-    return bool(_spec(loaded, page_size).is_compiled)
+def built(heads: Heads) -> bool:
+    """Is the kernel on disk? Compiles nothing. BadRequest where the library cannot even be imported."""
+    return bool(_spec(heads).is_compiled)
 
 
-def build(loaded: LoadedModel, page_size: int) -> None:
-    """Compile the kernel of the model, into the library's own cache. BadRequest, BadModel as `check`, or where it fails."""
-    check(loaded, page_size)
-    spec = _spec(loaded, page_size)
+def build(heads: Heads) -> None:
+    """Compile the kernel, into the library's own cache. BadRequest, BadModel as `check`, or where it fails."""
+    check(heads)
+    spec = _spec(heads)
     try:
         spec.build_and_load()
     except Exception as error:
         raise _failed("compiled", error) from error
 
 
-def check(loaded: LoadedModel, page_size: int) -> None:
-    """BadRequest where the library is not installed, BadModel where it does not serve the model."""
+def check(heads: Heads) -> None:
+    """BadRequest where the library is not installed, BadModel where it has no kernel for the model."""
     if version() is None:
         raise BadRequest("FlashInfer is not installed", hint="pip install 'agentkv[cuda]'", param="attention")
-    why = unserved(loaded, page_size)
+    why = unserved(heads)
     if why is not None:
         raise BadModel(f"FlashInfer's decode attention cannot be used: {why}", hint="Open the model with attention='auto'")
 
 
-def _spec(loaded: LoadedModel, page_size: int) -> Any:
-    """What the library compiles for the model: bfloat16 or half in and out, no window, one query a row."""
-    c, dtype = loaded.config, loaded.dtype
+def _spec(heads: Heads) -> Any:
+    """What the library compiles: the dtype in and out, no window, one query a row."""
+    group, dtype = heads.num_heads // heads.num_kv_heads, heads.dtype
     try:
         from flashinfer.jit.xqa import gen_xqa_module
 
-        return gen_xqa_module(dtype, dtype, page_size, c.head_dim, c.num_heads // c.num_kv_heads, False, dtype, 1)
+        return gen_xqa_module(dtype, dtype, heads.page_size, heads.head_dim, group, False, dtype, 1)
     except Exception as error:
         raise _failed("found", error) from error
 

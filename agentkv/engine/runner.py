@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from agentkv.engine.attention_flashinfer import FlashInferDecode
+from agentkv.engine.attention_flashinfer import FlashInferDecode, Heads
 from agentkv.engine.core import Batch, EngineConfig, RowWork
 from agentkv.engine.devices import cpu_kernels
 from agentkv.engine.form import Form
@@ -70,7 +70,7 @@ class ModelRunner:
         size = query_window(methods)
         window = QueryWindow(config.max_rows, self.served[0].shape, size, loaded.device) if size else None
         fed = torch.zeros(config.max_rows, dtype=torch.int64, device=loaded.device)
-        library = FlashInferDecode(loaded, config.page_size) if config.attention == "flashinfer" else None
+        library = FlashInferDecode(Heads.of(loaded, config.page_size)) if config.attention == "flashinfer" else None
         self._stage = Stage(self.pages, self.served, group_of, sealed, window, fed, library)
         self.ahead = loaded.device.type == "cuda"
         if graphs is None and config.graphs and loaded.device.type == "cuda":

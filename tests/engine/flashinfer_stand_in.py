@@ -82,5 +82,5 @@ def install(patch: pytest.MonkeyPatch, version: str = "0.6.3") -> StandIn:
         module.__dict__.update(members)
         patch.setitem(sys.modules, name, module)
     patch.setattr(attention_flashinfer, "version", lambda: version)
-    patch.setattr(attention_flashinfer, "unserved", lambda loaded, page_size: None)
+    patch.setattr(attention_flashinfer, "unserved", lambda heads: None)
     return made

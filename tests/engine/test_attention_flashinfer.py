@@ -14,7 +14,7 @@ from view_scene import SCALE, Row, Scene, brute
 from agentkv.check.models import tiny
 from agentkv.check.recorded import RecordedDevice
 from agentkv.engine.attention import attend
-from agentkv.engine.attention_flashinfer import FlashInferDecode
+from agentkv.engine.attention_flashinfer import FlashInferDecode, Heads
 from agentkv.engine.graphs import Graphs
 from agentkv.engine.loader import LoadedModel
 from agentkv.engine.view import AttentionView
@@ -113,6 +113,5 @@ def test_a_library_that_cannot_be_loaded_is_told_when_the_engine_opens(model: Lo
 
 
 def _kernel(scene: Scene) -> FlashInferDecode:
-    loaded = tiny("Qwen3ForCausalLM")
-    config = replace(loaded.config, num_heads=scene.num_heads, num_kv_heads=scene.num_kv_heads, head_dim=scene.head_dim)
-    return FlashInferDecode(replace(loaded, config=config, dtype=scene.dtype), scene.page_size)
+    heads = Heads(scene.num_heads, scene.num_kv_heads, scene.head_dim, scene.page_size, scene.dtype, torch.device("cpu"))
+    return FlashInferDecode(heads)

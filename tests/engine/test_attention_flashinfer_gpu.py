@@ -14,7 +14,7 @@ from torch import Tensor
 
 from agentkv.check.models import tiny
 from agentkv.engine import models
-from agentkv.engine.attention_flashinfer import FlashInferDecode, build, version
+from agentkv.engine.attention_flashinfer import FlashInferDecode, Heads, build, version
 from agentkv.engine.cache.layout import UnitLayout
 from agentkv.engine.core import GRANULE, Batch, EngineConfig, RowWork
 from agentkv.engine.layers import ModelConfig, RopeConfig
@@ -32,11 +32,9 @@ LENS = (1, 16, 17, 300, 5000, 255, 4097, 33)
 @pytest.fixture(scope="module", params=[8, 4])
 def kernel(request: pytest.FixtureRequest) -> tuple[FlashInferDecode, int]:
     """Of 32 heads over so many KV heads."""
-    loaded = tiny("Qwen3ForCausalLM", "cuda")
-    config = replace(loaded.config, num_heads=32, num_kv_heads=request.param, head_dim=DIM)
-    loaded = replace(loaded, config=config, dtype=torch.bfloat16)
-    build(loaded, PAGE)
-    return FlashInferDecode(loaded, PAGE), request.param
+    heads = Heads(32, request.param, DIM, PAGE, torch.bfloat16, torch.device("cuda"))
+    build(heads)
+    return FlashInferDecode(heads), request.param
 
 
 class Rows:
@@ -139,7 +137,7 @@ def runner_of(loaded: LoadedModel, attention: Literal["triton", "flashinfer"]) -
 
 def test_a_step_of_the_engine_eager_and_replayed() -> None:
     loaded = wide()
-    build(loaded, PAGE)
+    build(Heads.of(loaded, PAGE))
     ours, theirs = (runner_of(loaded, each) for each in ("triton", "flashinfer"))
     assert theirs.graphs is not None
     for lengths in ([500, 3, 17, 40, 1], [2, 300, 1, 480, 129], [512] * 8, [1] * 7):
