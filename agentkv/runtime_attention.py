@@ -17,8 +17,8 @@ from agentkv.runtime_backends import measured_decode
 Backend = Literal["triton", "flashinfer"]
 WAYS = ("auto", "triton", "flashinfer")
 MEAN, MOST = 0.95, 1.0
-"""Of our kernel's time, in the geometric mean and in any shape measured, where the library's is to be taken unasked: one engine
-has short rows and long ones, and rows of a library's batch are not alone in their bits."""
+"""Of our kernel's time, in the geometric mean and in any shape measured, where the library's is to be taken unasked: an
+engine has short rows and long ones, side by side, and there a row's bits depend on its batch."""
 
 
 class Choice(NamedTuple):
@@ -57,7 +57,8 @@ def _measured(heads: library.Heads, model: str) -> Choice:
     times = measured_decode(gpu, version, heads[:4]).values()
     if not times:
         return Choice("triton", f"FlashInfer {version} was not measured with such heads on an {gpu}")
-    said = f"FlashInfer {version} takes {min(times):.2f} to {max(times):.2f} times as long ({len(times)} shapes)"
+    shapes = f"{len(times)} shape{'s' * (len(times) > 1)}"
+    said = f"FlashInfer {version} takes {min(times):.2f} to {max(times):.2f} times as long ({shapes})"
     if geometric_mean(times) > MEAN or max(times) > MOST:
         return Choice("triton", said)
     try:

@@ -33,8 +33,8 @@ def backends(gpu: str) -> dict[str, Any]:
 
 
 def measured_decode(gpu: str | None, version: str, shape: tuple[int, int, int, int]) -> dict[str, float]:
-    """The time that FlashInfer's xqa kernel takes over that of our decode attention on such a GPU, by rows; {} where that
-    version was not measured so. shape: (num_heads, num_kv_heads, head_dim, page_size)."""
+    """The time that FlashInfer's xqa kernel takes over our pages, over that of our own kernel, on such a GPU, by rows; {} where
+    that version was not measured so. shape: (num_heads, num_kv_heads, head_dim, page_size)."""
     num_heads, num_kv_heads, *rest = shape
     decode = _known().get(gpu or "", {}).get("operations", {}).get("decode", {})
     times: dict[str, float] = decode.get(f"FlashInfer {version} {OPTION}", {})
@@ -42,8 +42,8 @@ def measured_decode(gpu: str | None, version: str, shape: tuple[int, int, int, i
     return {name: ratio for name, ratio in times.items() if name.endswith(heads)} if tuple(rest) == MEASURED else {}
 
 
-OPTION = "xqa"
-"""The one of the library's kernels that `attention="flashinfer"` is."""
+OPTION = "xqa in place"
+"""What `attention="flashinfer"` is."""
 MEASURED = (128, 16)
 """head_dim and page_size of all measurements."""
 USED = {

@@ -26,7 +26,7 @@ from agentkv.runtime_attention import build, choose
 from agentkv.runtime_backends import measured_decode
 
 SMALL: dict[str, Any] = {"db": None, "memory": "16MiB", "window": 512}
-GPU, XQA = "NVIDIA Thing", "FlashInfer 0.6.3 xqa"
+GPU, XQA = "NVIDIA Thing", "FlashInfer 0.6.3 xqa in place"
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_auto_opens_where_the_library_is_broken(
     monkeypatch.setitem(sys.modules, broken, None)
     with Runtime("micro", **SMALL) as runtime:
         assert runtime.attention == "triton"
-    assert "(1 shapes), but FlashInfer's decode attention cannot be" in choose("auto", loaded, 128).why
+    assert "(1 shape), but FlashInfer's decode attention cannot be" in choose("auto", loaded, 128).why
     with pytest.raises(BadRequest, match="ModuleNotFoundError"):
         Runtime("micro", attention="flashinfer", **SMALL)
 
