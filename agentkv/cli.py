@@ -145,6 +145,7 @@ def serve(
     lookup: Lookup = 8,
     threads: Annotated[int | None, typer.Option(help="CPU threads of the engine. Default: torch's number.")] = None,
     graphs: Annotated[bool, typer.Option(help="On a GPU, replay decode steps from CUDA graphs.")] = True,
+    attention: Annotated[str, typer.Option(help="Decode attention: auto, triton or flashinfer.")] = "auto",
     api_key: Annotated[
         list[str] | None, typer.Option(envvar="AGENTKV_API_KEY", help="Accepted bearer key; repeatable.")
     ] = None,
@@ -161,7 +162,7 @@ def serve(
     default_policy = _policy_file(policy) if policy else None
     _check_free(host, port)
     sizes: dict[str, Any] = {"memory": memory, "window": window, "page_size": page_size, "warm_memory": warm_memory}
-    sizes |= {"step_timeout": step_timeout, "lookup": lookup, "threads": threads, "graphs": graphs}
+    sizes |= {"step_timeout": step_timeout, "lookup": lookup, "threads": threads, "graphs": graphs, "attention": attention}
     sizes["methods"] = also or ()
     with Runtime(model, method=method, device=device, dtype=dtype, db=db or DEFAULT, **sizes) as runtime:
         if warmup:

@@ -8,6 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
+OF = {"triton": "this package", "flashinfer": "FlashInfer"}
+"""Attention -> whose kernel decodes."""
+
 
 def doctor(
     model: Annotated[str, typer.Option(help="'micro', a Hugging Face directory or a .gguf file.")] = "micro",
@@ -18,13 +21,14 @@ def doctor(
     window: Annotated[int | None, typer.Option(help="Most logical tokens of a session. Default: the model's.")] = None,
     page_size: Annotated[int | None, typer.Option(help="Slots of a KV page. Default: 128 on CPU, 16 on a GPU.")] = None,
     method: Annotated[list[str] | None, typer.Option(help="Attention method to plan for; repeatable. Default: dense.")] = None,
+    attention: Annotated[str, typer.Option(help="Decode attention: auto, triton or flashinfer.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, the last line on stdout.")] = False,
 ) -> None:
     """What this machine has, what the model would take by method, what will not work and why. Exit code 1 for a problem."""
     from agentkv.runtime_doctor import examine
 
     sizes: dict[str, Any] = {"memory": memory, "warm_memory": warm_memory, "window": window, "page_size": page_size}
-    report = examine(model, device=device, dtype=dtype, methods=method or ("dense",), **sizes)
+    report = examine(model, device=device, dtype=dtype, methods=method or ("dense",), attention=attention, **sizes)
     typer.echo(json.dumps(report) if as_json else "\n".join(lines(report)))
     if report["problems"]:
         raise typer.Exit(1)
@@ -76,6 +80,8 @@ def _model(model: dict[str, Any]) -> Iterator[str]:
     what = f"{model['architecture']}, {model['parameters'] / 1e6:.1f}M parameters, {model['dtype']} on {model['device']}"
     yield f"model      {model['name']}: {what}"
     yield f"           weights {size(model['weight_bytes'])} of {size(model['usable_bytes'])} that this process can have"
+    if "attention" in model:
+        yield f"           decode attention by {OF[model['attention']['backend']]}: {model['attention']['why']}"
     if "methods" not in model:
         return
     yield f"           window {model['window']:,}, pages of {model['page_size']} slots, warm memory {size(model['warm_bytes'])}"

@@ -94,7 +94,8 @@ class Runtime:
     step_timeout: seconds after which a step is taken for lost and who waits gets EngineFault; None is 300. lookup: most
     tokens that a step may check for one session, the next one and guesses from its own text; 0 guesses nothing. Answers are
     the same either way, sampled ones too. threads: of the engine's work on a CPU; None is torch's number. graphs: on a GPU,
-    decode steps are captured once and replayed.
+    decode steps are captured once and replayed. attention: whose kernel decodes rows that keep all: 'triton' (ours),
+    'flashinfer' or 'auto', which is ours unless the other was measured to be faster on this GPU and is built.
 
     Raises UnknownModel, BadModel, UnknownOption, BadRequest and StoreFault. Not closing it leaks nothing past the process.
     """
@@ -116,6 +117,7 @@ class Runtime:
         lookup: int = 8,
         threads: int | None = None,
         graphs: bool = True,
+        attention: str = "auto",
     ) -> None:
         # OpenMP threads that spin while they wait make every step many times slower as soon as the cores are shared.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -137,6 +139,7 @@ class Runtime:
                 lookup=lookup,
                 threads=threads,
                 graphs=graphs,
+                attention=attention,
             )
         except BaseException:
             if self._store is not None:
@@ -180,6 +183,11 @@ class Runtime:
     def methods(self) -> tuple[str, ...]:
         """Names of all that sessions may have."""
         return tuple(self._engine.backends)
+
+    @property
+    def attention(self) -> str:
+        """Whose kernel decodes rows that keep all: 'triton' or 'flashinfer'."""
+        return self._engine.config.attention
 
     # -- sessions
 

@@ -32,6 +32,20 @@ def backends(gpu: str) -> dict[str, Any]:
     return {"operations": rows, "measured": measured, "tuned": tuned}
 
 
+def measured_decode(gpu: str | None, version: str, shape: tuple[int, int, int, int]) -> dict[str, float]:
+    """The time that FlashInfer's xqa kernel takes over our pages, over that of our own kernel, on such a GPU, by rows; {} where
+    that version was not measured so. shape: (num_heads, num_kv_heads, head_dim, page_size)."""
+    num_heads, num_kv_heads, *rest = shape
+    decode = _known().get(gpu or "", {}).get("operations", {}).get("decode", {})
+    times: dict[str, float] = decode.get(f"FlashInfer {version} {OPTION}", {})
+    heads = f" {num_heads}/{num_kv_heads}"
+    return {name: ratio for name, ratio in times.items() if name.endswith(heads)} if tuple(rest) == MEASURED else {}
+
+
+OPTION = "xqa in place"
+"""What `attention="flashinfer"` is."""
+MEASURED = (128, 16)
+"""head_dim and page_size of all measurements."""
 USED = {
     "decode": "Triton kernels of this package, over pages in place",
     "prompt chunks": "gathered pages; cuDNN for a long history, flash attention of torch for the rest",
@@ -56,7 +70,8 @@ def _beside(peers: dict[str, dict[str, float]]) -> str:
     for name, ratios in peers.items():
         least, most = min(ratios.values()), max(ratios.values())
         span = f"{least:.2f}" if len(ratios) == 1 else f"{least:.2f} to {most:.2f}"
-        texts.append(f"{name}, not used, takes {span} times as long ({len(ratios)} shape{'s' * (len(ratios) > 1)})")
+        use = "an option" if name.endswith(OPTION) else "not used"
+        texts.append(f"{name}, {use}, takes {span} times as long ({len(ratios)} shape{'s' * (len(ratios) > 1)})")
     return "".join(f"; {text}" for text in texts)
 
 

@@ -29,7 +29,7 @@ OPTIONAL = {
     "triton": "GPU decode kernels; without it torch does their work, slower",
     "psycopg": "sessions in PostgreSQL: pip install 'agentkv[postgres]'",
     "matplotlib": "plots of agentkv bench: pip install 'agentkv[bench]'",
-    "flashinfer-python": "a peer of agentkv bench gpu: none of its kernels is used, since none was measured to be faster",
+    "flashinfer-python": "another decode attention, and a peer of agentkv bench gpu: pip install 'agentkv[cuda]'",
 }
 """Package -> what it is for, or what its absence costs."""
 
@@ -37,8 +37,8 @@ OPTIONAL = {
 def examine(model: str = "micro", **options: Any) -> dict[str, Any]:
     """A report on the machine and on `Runtime(model, **options)`, which is not opened and of which no weight is read.
 
-    options: device, dtype, memory, window, page_size, warm_memory, methods. `problems` will not work, `advice` could be better;
-    each is a list of part, text and hint. Sizes are bytes.
+    options: device, dtype, memory, window, page_size, warm_memory, methods, attention. `problems` will not work, `advice` could
+    be better; each is a list of part, text and hint. Sizes are bytes.
     """
     from agentkv.runtime_plan import plan_model
 

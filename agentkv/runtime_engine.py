@@ -27,6 +27,7 @@ from agentkv.engine.threads import EngineThreads
 from agentkv.engine.tokenizer import Tokenizer
 from agentkv.engine.worker import EngineWorker
 from agentkv.errors import BadRequest
+from agentkv.runtime_attention import choose
 from agentkv.runtime_backend import EngineBackend
 from agentkv.types import check_timeout
 
@@ -68,8 +69,10 @@ def open_engine(
     lookup: int = LOOKUP,
     threads: int | None = None,
     graphs: bool = True,
+    attention: str = "auto",
 ) -> Engine:
-    """Load a model and start its engine. method: of sessions that name none; methods: others that they may name.
+    """Load a model and start its engine. method: of sessions that name none; methods: others that they may name. attention: see
+    `runtime_attention.choose`.
 
     Raises UnknownModel, BadModel, UnknownOption or BadRequest; nothing is left behind."""
     if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= 1024):
@@ -82,7 +85,8 @@ def open_engine(
     target = usable_device(device)
     loaded = load_model(path, device=target, dtype=dtype)
     tokenizer.check_fits(loaded.config.vocab_size)
-    config = engine_config(loaded, memory, window, page_size, warm_memory, step_timeout, methods=served.values())
+    sizes = (memory, window, page_size, warm_memory, step_timeout)
+    config = engine_config(loaded, *sizes, methods=served.values(), attention=attention, model=str(model))
     if not isinstance(graphs, bool):
         raise BadRequest(f"graphs={graphs!r}: True or False", param="graphs")
     config = replace(config, lookup=lookup, graphs=graphs)
@@ -124,13 +128,16 @@ def engine_config(
     step_timeout: float | None = None,
     *,
     methods: Iterable[SparseMethod],
+    attention: str = "auto",
+    model: str = "MODEL",
 ) -> EngineConfig:
-    """Sizes for this model on its device; what is None is chosen.
+    """Sizes for this model on its device; what is None is chosen. attention, model: see `runtime_attention.choose`.
 
     memory 'auto' runs the largest steps of each method and takes what they leave (BadModel where that is too little); None is
     the same on a GPU, and on a CPU a quarter of the machine's memory, at most 1 GiB, without a trial.
     """
     config = engine_sizes(loaded, memory, window, page_size, warm_memory, step_timeout)
+    config = replace(config, attention=choose(attention, loaded, config.page_size, model).backend)
     return config if config.memory else replace(config, memory=min(plan_memory(loaded, config, each).arena for each in methods))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ from agentkv.engine.core import EngineConfig, Group, KVGroup
 from agentkv.engine.devices import usable_device, usable_memory
 from agentkv.engine.forms import serve
 from agentkv.engine.loader import LoadedModel
-from agentkv.engine.sizing import gib, plan_memory
+from agentkv.engine.sizing import gib, library_bytes, plan_memory
 from agentkv.engine.sparse import SparseMethod
 from agentkv.engine.survey import longest_session, session_bytes, survey_model, try_step
 from agentkv.engine.tokenizer import Tokenizer
 from agentkv.errors import BadModel, BadRequest
+from agentkv.runtime_attention import choose
 from agentkv.runtime_crossover import crossover
 from agentkv.runtime_engine import engine_sizes, model_path
 from agentkv.runtime_findings import Findings
@@ -36,6 +38,7 @@ def plan_model(
     page_size: int | None = None,
     warm_memory: int | str | None = None,
     methods: Iterable[str] = ("dense",),
+    attention: str = "auto",
 ) -> dict[str, Any]:
     """What `Runtime` with these options would have: facts of the model and, under `methods`, a row for each of these; bytes.
 
@@ -56,6 +59,10 @@ def plan_model(
                 tokenizer.check_fits(loaded.config.vocab_size)
         config = engine_sizes(loaded, memory, window, page_size, warm_memory)
         report |= {"window": config.window, "page_size": config.page_size, "warm_bytes": config.warm_memory}
+        with found.looking_at("attention"):
+            choice = choose(attention, loaded, config.page_size, str(model))
+            report["attention"] = choice._asdict()
+            config = replace(config, attention=choice.backend)
         report["methods"] = _by_method(loaded, config, methods, found)
     return report
 
@@ -126,7 +133,7 @@ def _row(loaded: LoadedModel, config: EngineConfig, name: str, step: int | None,
         found.advise(part, "the arena is not known before the start: a trial of the largest steps would take minutes")
         return row
     arena = config.memory or plan_memory(loaded, config, method, step).arena
-    left = usable_memory(loaded.device) - loaded.weight_bytes - (step or 0)
+    left = usable_memory(loaded.device) - loaded.weight_bytes - (step or 0) - library_bytes(config)
     if arena > left:
         raise BadModel(
             f"an arena of {gib(arena)}, weights of {gib(loaded.weight_bytes)} and a step of {gib(step or 0)} are more than the "

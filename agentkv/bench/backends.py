@@ -17,6 +17,7 @@ _PEERS = {
     "tensor_cores_us": "FlashInfer {} with tensor cores",
     "tensor_cores_fa2_us": "FlashInfer {} with tensor cores, fa2",
     "xqa_us": "FlashInfer {} xqa",
+    "xqa_in_place_us": "FlashInfer {} xqa in place",
     "fa2_us": "FlashInfer {} fa2",
     "fa3_us": "FlashInfer {} fa3",
 }

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agentkv.bench.device_times import graph_of, times
-from agentkv.bench.paged_shapes import PAGE, Shape
+from agentkv.bench.device_times import Work, graph_of, times
+from agentkv.bench.paged_shapes import PAGE, Drawn, Shape, draw
+from agentkv.engine.attention_flashinfer import FlashInferDecode, Heads
+from agentkv.errors import AgentkvError
 
 Run = Callable[[Tensor, Tensor], Tensor]
 """Of q and a layer's pages."""
@@ -24,6 +26,7 @@ MODES = {
     "tensor_cores_us": "tensor cores, the kernel that it chooses (on Hopper one that does not split rows)",
     "tensor_cores_fa2_us": "tensor cores, fa2",
     "xqa_us": "xqa",
+    "xqa_in_place_us": "xqa, over pages of an engine, as its `attention='flashinfer'` has it",
 }
 """Key of the times -> which of its kernels."""
 WRAPPER = ("cuda_cores_us", "tensor_cores_us")
@@ -51,10 +54,13 @@ def flashinfer_decode(shape: Shape, num_layers: int, device: torch.device, repea
     found: dict[str, Any] = {"name": "flashinfer"}
     for key in MODES:
         try:
-            run = _xqa(shape, q, order) if key == "xqa_us" else _planned(shape, q, order, key)
-            work = graph_of(partial(_all, run, q, layers), device)
-            found[key] = [each / num_layers for each in times(work, device, repeats)]
-        except (RuntimeError, ValueError, OSError) as error:  # a build that fails, a shape that it has no kernel for
+            if key == "xqa_in_place_us":
+                work = _in_place(draw(shape, num_layers, device))
+            else:
+                run = _xqa(shape, q, order) if key == "xqa_us" else _planned(shape, q, order, key)
+                work = partial(_all, run, q, layers)
+            found[key] = [each / num_layers for each in times(graph_of(work, device), device, repeats)]
+        except (AgentkvError, RuntimeError, ValueError, OSError) as error:  # a build that fails, a shape without a kernel
             found[key.replace("_us", "_why_not")] = str(error).splitlines()[:1]
     return found
 
@@ -96,5 +102,17 @@ def _xqa(shape: Shape, q: Tensor, order: Tensor) -> Run:
         attend = flashinfer.decode.trtllm_batch_decode_with_kv_cache
         out: Tensor = attend(q, layer, workspace, table, lens, max(shape.lens), **how)
         return out
+
+    return run
+
+
+def _in_place(drawn: Drawn) -> Work:
+    """The same kernel over units of an engine, in which a page's layers lie side by side."""
+    shape, q = drawn.shape, drawn.q
+    attend = FlashInferDecode(Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim, PAGE, q.dtype, q.device))
+
+    def run() -> list[Tensor]:
+        layers = zip(drawn.layers, drawn.tables, strict=True)
+        return [attend(q, pages, table, drawn.lens, shape.head_dim**-0.5) for pages, table in layers]
 
     return run

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from agentkv.engine.chunks import attend_own, attend_whole
-from agentkv.engine.decodes import attend_beside, attend_heads, attend_rows
+from agentkv.engine.decodes import attend_beside, attend_by_library, attend_heads, attend_rows
 from agentkv.engine.tables import RowTable
 from agentkv.engine.view import AttentionView, DeviceBatch, Part
 from agentkv.kernels.merge_parts import merge_parts
@@ -46,7 +46,8 @@ def _attend_part(q: Tensor, part: Part, batch: DeviceBatch, scale: float, own: b
     table = part.table
     if not batch.prefill:
         if isinstance(table, RowTable):
-            return attend_rows(q, part, table, batch, scale, own)
+            out = attend_by_library(q, part, table, batch, scale) if own and not lse else None
+            return attend_rows(q, part, table, batch, scale, own) if out is None else (out, None)
         return attend_heads(q, part, table, batch, scale)
     if own and isinstance(table, RowTable):
         return attend_own(q, part, table, batch, scale, lse)

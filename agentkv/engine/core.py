@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from math import inf, prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from agentkv.engine.units import NOTHING, Units
 from agentkv.engine.work import TableUpdate, Work
@@ -137,7 +137,8 @@ class EngineConfig:
     of host memory for the KV of idle chains and preempted sequences, 0 for none. lookup: most tokens that a decode row
     forwards in one step, guesses of prompt lookup included; 0 guesses nothing.
 
-    graphs: on a GPU, decode steps are captured and replayed (see `graphs.Graphs`).
+    graphs: on a GPU, decode steps are captured and replayed (see `graphs.Graphs`). attention: whose kernel reads decode rows
+    that share a page table, where it can: our own ("triton"), or a library's (see `attention_flashinfer`).
     patience: steps that a waiting request may be passed over before it is owed service (see `queue.WaitingQueue`).
     step_timeout: seconds after which a step is taken for lost (see `worker.EngineWorker`).
     """
@@ -153,6 +154,7 @@ class EngineConfig:
     warm_memory: int = 0
     lookup: int = 0
     graphs: bool = True
+    attention: Literal["triton", "flashinfer"] = "triton"
 
 
 @dataclass(frozen=True, slots=True)

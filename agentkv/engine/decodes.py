@@ -42,6 +42,16 @@ def attend_rows(q: Tensor, part: Part, table: RowTable, batch: DeviceBatch, scal
     return paged_decode(q, pages, table.entries, table.work, scale, scores=scores)
 
 
+def attend_by_library(q: Tensor, part: Part, table: RowTable, batch: DeviceBatch, scale: float) -> Tensor | None:
+    """out of rows with one token each, which see all that they hold, by the library's kernel; it gives no lse. None where there
+    is no such kernel, or it does not serve the part."""
+    if batch.library is None or not isinstance(part.payload, PagedKV) or table.starts is not None:
+        return None
+    if part.bias is not None or part.record is not None or any(count != 1 for count in batch.counts):
+        return None
+    return batch.library(q, part.payload.pages, table.lines, table.lens, scale)
+
+
 def attend_beside(
     q: Tensor, part: Part, batch: DeviceBatch, scale: float, beside: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor] | None:

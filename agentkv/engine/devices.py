@@ -79,6 +79,11 @@ def usable_device(name: str) -> str:
     return name
 
 
+def gpu_name(device: torch.device) -> str | None:
+    """What torch calls the GPU; None for another device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
+
+
 def gpu_facts() -> list[dict[str, Any]]:
     """Of each GPU that this torch can use: name, compute capability, bytes in all and free, whether it has bfloat16."""
     facts = []

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from agentkv.engine.attention_flashinfer import FlashInferDecode, Heads
 from agentkv.engine.core import Batch, EngineConfig, RowWork
 from agentkv.engine.devices import cpu_kernels
 from agentkv.engine.form import Form
@@ -40,7 +41,7 @@ class ModelRunner:
 
     methods: in the order of `forms`. prefill: by method another that selects and views while prompts are read; None is the same
     method. graphs: of decode steps; None: those of a GPU where `config.graphs`, else none. BadRequest where a method does not
-    serve the model, or stands there twice.
+    serve the model or stands there twice, and where `config.attention` names a library that cannot be used.
     """
 
     def __init__(
@@ -69,7 +70,8 @@ class ModelRunner:
         size = query_window(methods)
         window = QueryWindow(config.max_rows, self.served[0].shape, size, loaded.device) if size else None
         fed = torch.zeros(config.max_rows, dtype=torch.int64, device=loaded.device)
-        self._stage = Stage(self.pages, self.served, group_of, sealed, window, fed)
+        library = FlashInferDecode(Heads.of(loaded, config.page_size)) if config.attention == "flashinfer" else None
+        self._stage = Stage(self.pages, self.served, group_of, sealed, window, fed, library)
         self.ahead = loaded.device.type == "cuda"
         if graphs is None and config.graphs and loaded.device.type == "cuda":
             graphs = Graphs(CudaDevice(loaded.device))

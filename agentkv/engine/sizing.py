@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from agentkv.engine.attention_flashinfer import WORKSPACE
 from agentkv.engine.core import EngineConfig, Group, Request
 from agentkv.engine.devices import usable_memory
 from agentkv.engine.forms import model_shape, serve
@@ -47,13 +48,15 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes. usable: what the device has for this process; step: the largest step's peak; window: KV of one full window."""
+    """Bytes. usable: what the device has for this process; step: the largest step's peak; window: KV of one full window;
+    library: what a library's kernels work in, where `config.attention` names one."""
 
     usable: int
     weights: int
     step: int
     arena: int
     window: int
+    library: int = 0
 
 
 def groups_of(loaded: LoadedModel, config: EngineConfig, method: SparseMethod) -> tuple[Group, ...]:
@@ -70,9 +73,10 @@ def plan_memory(loaded: LoadedModel, config: EngineConfig, method: SparseMethod,
     window = _held_bytes(loaded, config, method, config.window)
     usable, weights = usable_memory(loaded.device), loaded.weight_bytes
     step = measure_step(loaded, config, method) if step is None else step
-    arena = max(0, int((usable - weights - step) * share))
+    library = library_bytes(config)
+    arena = max(0, int((usable - weights - step - library) * share))
     arena -= arena % min(ARENA_ROUND, max(stripe, arena))
-    plan = MemoryPlan(usable, weights, step, arena, window)
+    plan = MemoryPlan(usable, weights, step, arena, window, library)
     log.info("memory plan on %s: %s", loaded.device, plan)
     if not arena:
         raise BadModel(
@@ -88,6 +92,11 @@ def plan_memory(loaded: LoadedModel, config: EngineConfig, method: SparseMethod,
     return plan
 
 
+def library_bytes(config: EngineConfig) -> int:
+    """What a library's kernels work in."""
+    return WORKSPACE if config.attention == "flashinfer" else 0
+
+
 def measure_step(loaded: LoadedModel, config: EngineConfig, method: SparseMethod) -> int:
     """Bytes that the largest steps take beside weights and KV: `step_tokens` tokens, over all rows or in one, every row drawing
     in the dearest way, and the queries that are kept for seals. Raises BadModel where they do not fit."""
@@ -98,7 +107,8 @@ def measure_step(loaded: LoadedModel, config: EngineConfig, method: SparseMethod
 
 
 def _measured(loaded: LoadedModel, config: EngineConfig, method: SparseMethod, lengths: list[int]) -> int:
-    trial = replace(config, memory=sum(_held_bytes(loaded, config, method, length) for length in lengths))
+    memory = sum(_held_bytes(loaded, config, method, length) for length in lengths)
+    trial = replace(config, memory=memory, attention="triton")  # prompts are never read by a library's kernels
     llm = LLM(trial, ModelRunner(loaded, trial, method), reuse="chain")
     sampling = Sampling(max_tokens=1, temperature=1.0, top_p=0.9, min_p=0.01, repetition_penalty=1.1)
     for length in lengths:

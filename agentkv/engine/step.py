@@ -18,7 +18,7 @@ from agentkv.engine.pages import KVPages
 from agentkv.engine.query_window import QueryRows, QueryWindow
 from agentkv.engine.sealed_pages import SealedPages, SealedUnits
 from agentkv.engine.tables import RowTable
-from agentkv.engine.view import DeviceBatch, GroupRows, PageFill, RowSpan
+from agentkv.engine.view import DeviceBatch, GroupRows, PageFill, RowKernel, RowSpan
 from agentkv.errors import EngineFault
 
 
@@ -88,7 +88,8 @@ class Plan:
 @dataclass(frozen=True)
 class Stage:
     """What steps are built over: the runner's pages and forms. group_of: layer -> its KV group; sealed: where sealed parts of K
-    and V lie, by form; window: of queries, where a method asks for it; fed: int64 `[max_rows]`, what the last step drew."""
+    and V lie, by form; window: of queries, where a method asks for it; fed: int64 `[max_rows]`, what the last step drew;
+    library: see `DeviceBatch`."""
 
     pages: KVPages
     served: tuple[Served, ...]
@@ -96,6 +97,7 @@ class Stage:
     sealed: tuple[SealedUnits | None, ...]
     window: QueryWindow | None
     fed: Tensor
+    library: RowKernel | None = None
 
     def step(self, batch: Batch) -> Step:
         """Order the rows, and carry what the device must know of them there."""
@@ -203,6 +205,7 @@ class _Part:
             filled=self._filled(lists),
             recent=self._kept(lists),
             scale=self.served.shape.scale,
+            library=self.stage.library,
         )
 
     def _limits(self, buckets: Buckets) -> Limits:

@@ -138,6 +138,11 @@ class RowTable:
         return {}
 
     @cached_property
+    def lines(self) -> Tensor:
+        """The rows' entries in order, int32 `[num_rows, pages of the longest]`, contiguous."""
+        return self.entries[:, : -(-max(self.host_lens) // self.page_size)].index_select(0, self.rows)
+
+    @cached_property
     def work(self) -> DecodePlan:
         """Pieces of the rows for decode on a GPU, where each row has one token."""
         from agentkv.kernels.paged_decode import bound_pieces, plan_decode

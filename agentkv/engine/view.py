@@ -27,11 +27,16 @@ __all__ = [
     "PageFill",
     "PagedKV",
     "Part",
+    "RowKernel",
     "RowMass",
     "RowSpan",
     "RowTable",
     "Selection",
 ]
+
+
+RowKernel = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
+"""Attention of one query a row: of q, a layer's pages, tables, lengths and the scale; see `attention_flashinfer`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +153,8 @@ class DeviceBatch:
     method's state and its place among the groups. form: index of the runner's form. replay: the tokens are forwarded to be
     looked at, their KV will be taken back. sealed: the rows' sealed parts, None where no row has one. filled: pages of KV that
     the batch fills, where there is page state; recent: where queries are kept for a seal. scale: of the scores before the
-    softmax. scratch: what the method's hooks hand on to one another within the step; empty when it begins.
+    softmax. library: another kernel for decode rows that share a page table, where the engine was given one. scratch: what the
+    method's hooks hand on to one another within the step; empty when it begins.
     """
 
     rows: tuple[RowSpan, ...]
@@ -165,6 +171,7 @@ class DeviceBatch:
     filled: PageFill | None = None
     recent: QueryRows | None = None
     scale: float = 1.0
+    library: RowKernel | None = field(repr=False, default=None)
     scratch: dict[str, Any] = field(repr=False, compare=False, default_factory=dict)
 
     def table_of(self, layer: int) -> RowTable:

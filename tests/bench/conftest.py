@@ -3,4 +3,5 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
+for folder in ("kernels", "engine"):
+    sys.path.insert(0, str(Path(__file__).parent.parent / folder))

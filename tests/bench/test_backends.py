@@ -31,6 +31,7 @@ def row(name: str, us: float, **more: Any) -> dict[str, Any]:
 
 def measured(**more: Any) -> dict[str, Any]:
     peer = {"name": "flashinfer", "cuda_cores_us": [30.0, 10.0, 20.0], "xqa_us": [5.0], "tensor_cores_why_not": ["no"]}
+    peer |= {"xqa_in_place_us": [8.0]}
     rows = [
         row("paged decode attention 8x32K 32/8", 10.0, peer=peer, gain=0.5),
         row("paged decode attention 1x32K 32/8", 40.0, peer=peer, gain=0.125, target=None, met=True, value_met=True),
@@ -53,6 +54,7 @@ def test_ratios_are_of_medians_and_by_peer() -> None:
         "decode": {
             "FlashInfer 0.6.3": {"8x32K 32/8": 2.0, "1x32K 32/8": 0.5},
             "FlashInfer 0.6.3 xqa": {"8x32K 32/8": 0.5, "1x32K 32/8": 0.125},
+            "FlashInfer 0.6.3 xqa in place": {"8x32K 32/8": 0.8, "1x32K 32/8": 0.2},
         },
         "prompt chunks": {"FlashInfer 0.6.3 fa3": {"2,048 new": 0.5}},
     }
@@ -126,6 +128,14 @@ def test_the_doctor_names_the_backend_the_peer_and_the_run(monkeypatch: pytest.M
     assert "prompt chunks: gathered pages; cuDNN for a long history" in text
     assert "measured on an NVIDIA H200, 2026-11-29" in text
     assert "tuned on this GPU: linear (6144x2560" in text
+
+
+def test_what_an_engine_may_use_is_told_apart() -> None:
+    operations = backends.facts(measured(), "gpu.json")["operations"]
+    rows = [{"operation": "decode", "backend": "ours", "peers": operations["decode"]}]
+    (line, *_) = told({"operations": rows, "tuned": {}, "measured": None})
+    assert "FlashInfer 0.6.3 xqa, not used, takes 0.12 to 0.50 times as long (2 shapes)" in line
+    assert "FlashInfer 0.6.3 xqa in place, an option, takes 0.20 to 0.80 times as long (2 shapes)" in line
 
 
 def test_a_gpu_that_nobody_measured_is_told_how() -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from agentkv import methods
 from agentkv.engine.core import Edit, EngineConfig, Request, Sequence
@@ -47,6 +47,7 @@ class Life:
     graphs: Graphs[Any] | None
     lookup: int = 0
     ahead: bool = False
+    attention: Literal["triton", "flashinfer"] = "triton"
     llm: LLM = field(init=False)
     made: list[list[int]] = field(init=False, default_factory=list)
     chains: dict[str, list[int]] = field(init=False, default_factory=dict)
@@ -55,6 +56,7 @@ class Life:
     def __post_init__(self) -> None:
         token = sum(group.token_bytes for group in self.model.groups(16))
         config = EngineConfig((8 << 20) + 6000 * token, 400, max_rows=8, step_tokens=256, lookup=self.lookup, graphs=False)
+        config = replace(config, attention=self.attention)
         runner = ModelRunner(self.model, config, [method(name) for name in self.names], graphs=self.graphs)
         runner.ahead |= self.ahead
         self.llm = LLM(config, runner)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ import uvicorn
 
 from agentkv import Client, Runtime
 from agentkv.server.app import create_app
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "engine"))  # where a library's stand-in lies
 
 
 @contextmanager
