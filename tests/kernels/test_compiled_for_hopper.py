@@ -102,6 +102,12 @@ def test_token_ops(built: dict[str, str], monkeypatch: pytest.MonkeyPatch, overl
     assert waits == dict.fromkeys(("_norm_kernel", "_rotate_kernel", "_gate_kernel", "_store_kernel"), overlaps)
     fused.turn_and_put(heads, 32, angle, angle, torch.zeros(40, 128, dtype=BF16), 1e-6, Places(paged()[0], place, place))
     assert built["_rotate_kernel"].count("st.global") >= 4  # queries, and what is stored
+    monkeypatch.setattr(fused, "FEW", 0)
+    fused.turn_and_put(heads, 32, angle, angle, torch.zeros(40, 128, dtype=BF16), 1e-6, Places(paged()[0], place, place))
+    fused.put(paged()[0], place, place, heads[:, 32:40], heads[:, 40:])
+    for name in ("_rotate_kernel", "_store_kernel"):  # of many tokens 16 bytes a thread
+        assert "ld.global.v4" in built[name]
+        assert "st.global.v4" in built[name]
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
