@@ -64,13 +64,19 @@ def test_decode(built: dict[str, str], merge: Any) -> None:
     assert ("_merge_kernel" in built) == (merge != "last")
 
 
-def test_prefill_over_pages(built: dict[str, str]) -> None:
-    from agentkv.kernels.paged_prefill import paged_prefill
+@pytest.mark.parametrize(("num_tokens", "head_dim"), [(100, 128), (1000, 128), (1000, 64), (1000, 256)])
+def test_prefill_over_pages(built: dict[str, str], monkeypatch: pytest.MonkeyPatch, num_tokens: int, head_dim: int) -> None:
+    """Alone, and behind a history that a library attended to."""
+    from agentkv.kernels import paged_prefill as module
 
-    pages, table = paged()
-    paged_prefill(torch.zeros(100, 32, 128, dtype=BF16), pages, table[0], 200, 0.1, route="pages")
-    assert "wgmma" in built["_prefill_kernel"]  # Hopper's own matrix instructions
-    assert "cp.async" in built["_prefill_kernel"]
+    pages, q = torch.zeros(64, 8, 2, 16, head_dim, dtype=BF16), torch.zeros(num_tokens, 32, head_dim, dtype=BF16)
+    monkeypatch.setattr(module, "_cudnn", lambda *given: (q, torch.zeros(32, num_tokens).t()))
+    monkeypatch.setattr(module, "gather_pages", lambda *given: given[:2])
+    routes: tuple[module.Route, ...] = ("pages", "cudnn")
+    for route in routes:
+        module.paged_prefill(q, pages, paged()[1][0], 4000, 0.1, route=route)
+        assert "wgmma" in built["_prefill_kernel"]  # Hopper's own matrix instructions
+        assert "cp.async" in built["_prefill_kernel"]
 
 
 def test_gather_and_merge(built: dict[str, str]) -> None:

@@ -31,7 +31,7 @@ def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
     """A program has one head of a token, as of few tokens, or several."""
     from agentkv.kernels import token_ops_triton as fused
 
-    monkeypatch.setattr(fused, "FEW", 0 if request.param else 64)
+    monkeypatch.setattr(fused, "FEW", 0 if request.param else 16)
 
 
 def normed(x: Tensor, weight: Tensor) -> Tensor:
