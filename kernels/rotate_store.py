@@ -8,9 +8,6 @@ from torch import Tensor
 from agentkv.kernels.rotate import rotate
 from agentkv.kernels.store_kv import Places, store_kv
 
-FEW = 256
-"""Up to so many tokens one launch is faster than two: on an H200, 2,048 of 32 and 8 heads take 119 us in one, 62 in two."""
-
 
 def rotate_store(
     qkv: Tensor,
@@ -24,11 +21,11 @@ def rotate_store(
     """The queries of qkv, turned, `[num_tokens, num_heads, head_dim]`; its keys, turned, and its values are stored.
 
     qkv: `[num_tokens, num_heads + 2 * num_kv_heads, head_dim]`, queries first. cos, sin, weight (of queries and keys), eps: as
-    in `rotate`. Just what `rotate` and `store_kv` do, for few tokens on a GPU in one launch.
+    in `rotate`. Just what `rotate` and `store_kv` do, on a GPU in one launch.
     """
     _, num_kv_heads, _, page_size, dim = into.pages.shape
     dense = qkv.stride()[1:] == (dim, 1) and into.pages.stride()[1:] == (2 * page_size * dim, page_size * dim, dim, 1)
-    if qkv.is_cuda and len(qkv) <= FEW and dense and cos.is_contiguous() and sin.is_contiguous():
+    if qkv.is_cuda and dense and cos.is_contiguous() and sin.is_contiguous():
         from agentkv.kernels import token_ops_triton as fused  # needs triton, which a CPU-only platform may lack
 
         if fused.serves(qkv, cos, sin, *(() if weight is None else (weight,))) and into.pages.dtype == qkv.dtype:

@@ -19,6 +19,9 @@ from agentkv.kernels.store_kv import Places
 
 WIDEST = 16384
 """A token's norm is one program."""
+FEW, HEADS = 16, 16
+"""Up to FEW tokens a program rotates or stores one head of one token; of more, HEADS of them: where there are enough programs
+to fill the device, starting one takes longer than a head's bytes (2,048 tokens of 32 and 8 heads on an H200: 119 us and 17)."""
 
 
 @triton.jit
@@ -48,13 +51,16 @@ def _rotate_kernel(
     x_ptr, cos_ptr, sin_ptr, weight_ptr, y_ptr, pages_ptr, entries_ptr, offsets_ptr,
     eps, x_token, page_stride, head_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, PAGE: tl.constexpr,
-    NORMS: tl.constexpr, OVERLAP: tl.constexpr,
+    NORMS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token: of HEADS that are turned into y, then of keys that are turned and of values that are not, both
+    """BLOCK heads of one token: of HEADS that are turned into y, then of keys that are turned and of values that are not, both
     into pages."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    place = tl.arange(0, HALF_PAD)
-    live = place < HALF
+    TOTAL: tl.constexpr = HEADS + 2 * KV_HEADS
+    PARTS: tl.constexpr = (TOTAL + BLOCK - 1) // BLOCK
+    token = (tl.program_id(0) // PARTS).to(tl.int64)
+    head = (tl.program_id(0) % PARTS * BLOCK + tl.arange(0, BLOCK))[:, None]
+    place = tl.arange(0, HALF_PAD)[None, :]
+    live = (head < TOTAL) & (place < HALF)
     turns = live & (head < HEADS + KV_HEADS)
     if NORMS:
         own = weight_ptr + head * (2 * HALF) + place
@@ -66,13 +72,13 @@ def _rotate_kernel(
     first_raw, second_raw = tl.load(source, mask=live, other=0.0), tl.load(source + HALF, mask=live, other=0.0)
     first, second = first_raw.to(tl.float32), second_raw.to(tl.float32)
     if NORMS:
-        mean = tl.sum(first * first + second * second, 0) / (2 * HALF)
-        scale = tl.rsqrt(mean + eps)
+        mean = tl.sum(first * first + second * second, 1) / (2 * HALF)
+        scale = tl.rsqrt(mean + eps)[:, None]
         first = weight.to(tl.float32) * (first * scale).to(weight.dtype).to(tl.float32)
         second = weight_second.to(tl.float32) * (second * scale).to(weight.dtype).to(tl.float32)
         first, second = first.to(first_raw.dtype).to(tl.float32), second.to(first_raw.dtype).to(tl.float32)
-    cos = tl.load(cos_ptr + token * HALF + place, mask=turns, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + token * HALF + place, mask=turns, other=0.0).to(tl.float32)
+    cos = tl.load(cos_ptr + token * HALF + place, mask=place < HALF, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + token * HALF + place, mask=place < HALF, other=0.0).to(tl.float32)
     first_turned, second_turned = first * cos - second * sin, second * cos + first * sin
     target = y_ptr + (token * HEADS + head) * (2 * HALF) + place
     tl.store(target, first_turned, mask=live & (head < HEADS))
@@ -99,16 +105,20 @@ def _gate_kernel(x_ptr, y_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP:
 @triton.jit(do_not_specialize=["entries_ptr", "offsets_ptr"])
 def _store_kernel(
     pages_ptr, entries_ptr, offsets_ptr, k_ptr, v_ptr, page_stride, head_stride, k_token, v_token,
-    PAGE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, OVERLAP: tl.constexpr,
+    HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One KV head of one token."""
+    """BLOCK KV heads of one token."""
     follow(OVERLAP)
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    dim = tl.arange(0, DIM_PAD)
-    live = dim < DIM
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[:, None]
+    dim = tl.arange(0, DIM_PAD)[None, :]
+    live = (head < HEADS) & (dim < DIM)
     place = tl.load(entries_ptr + token) * page_stride + head * head_stride + tl.load(offsets_ptr + token) * DIM + dim
-    tl.store(pages_ptr + place, tl.load(k_ptr + token * k_token + head * DIM + dim, mask=live), mask=live)
-    tl.store(pages_ptr + place + PAGE * DIM, tl.load(v_ptr + token * v_token + head * DIM + dim, mask=live), mask=live)
+    k = tl.load(k_ptr + token * k_token + head * DIM + dim, mask=live)
+    v = tl.load(v_ptr + token * v_token + head * DIM + dim, mask=live)
+    tl.store(pages_ptr + place, k, mask=live)
+    tl.store(pages_ptr + place + PAGE * DIM, v, mask=live)
 
 
 def serves(*tensors: Tensor) -> bool:
@@ -163,11 +173,17 @@ def _turn(
     half = x.shape[2] // 2
     pages, entries, offsets = into or (y, y, y)
     paged = (pages.stride(0), pages.stride(1)) if into else (0, 0)
-    _rotate_kernel[x.shape[:2]](
+    block, warps = _cut(len(x))
+    _rotate_kernel[(len(x) * triton.cdiv(x.shape[1], block),)](
         x, cos, sin, x if weight is None else weight, y, pages, entries, offsets, eps, x.stride(0), *paged,
         HEADS=y.shape[1], KV_HEADS=(x.shape[1] - y.shape[1]) // 2, HALF=half, HALF_PAD=triton.next_power_of_2(half),
-        PAGE=pages.shape[3] if into else 1, NORMS=weight is not None, num_warps=1, **overlapping(x.device),
+        PAGE=pages.shape[3] if into else 1, NORMS=weight is not None, BLOCK=block, num_warps=warps, **overlapping(x.device),
     )  # fmt: skip
+
+
+def _cut(num_tokens: int) -> tuple[int, int]:
+    """(heads of a program, its warps): as many however many heads there are, which fixes the order of a norm's sum."""
+    return (1, 1) if num_tokens <= FEW else (HEADS, 4)
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -182,8 +198,10 @@ def swiglu(x: Tensor) -> Tensor:
 def put(pages: Tensor, entries: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
     """Store keys and values, see `store_kv`. Heads of k and v side by side; page, K and V, slot and dim of pages dense."""
     num_tokens, num_kv_heads, head_dim = k.shape
-    _store_kernel[(num_tokens, num_kv_heads)](
+    block, warps = _cut(num_tokens)
+    block = min(block, triton.next_power_of_2(num_kv_heads))
+    _store_kernel[(num_tokens, triton.cdiv(num_kv_heads, block))](
         pages, entries, offsets, k, v, pages.stride(0), pages.stride(1), k.stride(0), v.stride(0),
-        PAGE=pages.shape[3], DIM=head_dim, DIM_PAD=triton.next_power_of_2(head_dim), num_warps=1,
-        **overlapping(k.device),
+        HEADS=num_kv_heads, PAGE=pages.shape[3], DIM=head_dim, DIM_PAD=triton.next_power_of_2(head_dim), BLOCK=block,
+        num_warps=warps, **overlapping(k.device),
     )  # fmt: skip

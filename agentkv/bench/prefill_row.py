@@ -24,7 +24,7 @@ class Way(NamedTuple):
     """A route of `paged_prefill` and, of the kernel over pages, its tiles."""
 
     route: Any
-    tiles: tuple[int, int, int, int] | None = None
+    tiles: tuple[int, int, int, int, int | None] | None = None
 
     @property
     def name(self) -> str:
@@ -35,9 +35,10 @@ class Way(NamedTuple):
 WAYS = (
     Way("cudnn"),
     Way("flash"),
-    Way("pages", (128, 64, 8, 3)),
-    Way("pages", (128, 128, 8, 3)),
-    Way("pages", (64, 64, 4, 3)),
+    Way("cudnn", (64, 64, 4, 3, None)),
+    Way("pages", (128, 64, 8, 2, 128)),
+    Way("pages", (128, 128, 8, 3, None)),
+    Way("pages", (64, 64, 4, 3, None)),
 )
 
 
@@ -70,7 +71,7 @@ def _measure(rig: Rig) -> Measured:
 
     ways: dict[str, Any] = {}
     on_gpu = rig.device.type == "cuda"
-    for way in (Way(None), *WAYS) if on_gpu else (Way("pages", (16, 32, 4, 2)),):
+    for way in (Way(None), *WAYS) if on_gpu else (Way("pages", (16, 32, 4, 2, None)),):
         try:
             first = host_time(run(way), rig.device) / 1e3
             us = times(run(way), rig.device, rig.repeats)

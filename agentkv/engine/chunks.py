@@ -24,7 +24,7 @@ def attend_own(
         if serves(q, part.payload.pages):
             pages, rows = part.payload.pages, zip(batch.rows, table.host_rows, table.host_lens, strict=True)
             done = [paged_prefill(q[s.start : s.end], pages, table.entries[row], length, scale) for s, row, length in rows]
-            return torch.cat([each for each, _ in done]), torch.cat([each for _, each in done])
+            return _joined([each for each, _ in done]), _joined([each for _, each in done])
     return _attend_own_rows(q, part, table, batch, scale, lse)
 
 
@@ -44,7 +44,7 @@ def _attend_own_rows(
         out[span.start : span.end] = done
         if sums is not None:
             lses.append(sums)
-    return out, torch.cat(lses) if lses else None
+    return out, _joined(lses) if lses else None
 
 
 def attend_whole(q: Tensor, part: Part, batch: DeviceBatch, scale: float) -> tuple[Tensor, Tensor]:
@@ -55,4 +55,9 @@ def attend_whole(q: Tensor, part: Part, batch: DeviceBatch, scale: float) -> tup
         out, lse = span_attention(q[span.start : span.end], row.k, row.v, row.lens, scale, row.bias)
         outs.append(out)
         lses.append(lse)
-    return torch.cat(outs), torch.cat(lses)
+    return _joined(outs), _joined(lses)
+
+
+def _joined(rows: list[Tensor]) -> Tensor:
+    """One behind another; of one row nothing is copied."""
+    return rows[0] if len(rows) == 1 else torch.cat(rows)

@@ -70,13 +70,19 @@ def test_decode(built: dict[str, str], merge: Any) -> None:
     assert "3" in waits  # the loop goes on while queries, keys and values of the next tile are not there yet
 
 
-def test_prefill_over_pages(built: dict[str, str]) -> None:
-    from agentkv.kernels.paged_prefill import paged_prefill
+@pytest.mark.parametrize(("num_tokens", "head_dim"), [(100, 128), (1000, 128), (1000, 64), (1000, 256)])
+def test_prefill_over_pages(built: dict[str, str], monkeypatch: pytest.MonkeyPatch, num_tokens: int, head_dim: int) -> None:
+    """Alone, and behind a history that a library attended to."""
+    from agentkv.kernels import paged_prefill as module
 
-    pages, table = paged()
-    paged_prefill(torch.zeros(100, 32, 128, dtype=BF16), pages, table[0], 200, 0.1, route="pages")
-    assert "wgmma" in built["_prefill_kernel"]  # Hopper's own matrix instructions
-    assert "cp.async" in built["_prefill_kernel"]
+    pages, q = torch.zeros(64, 8, 2, 16, head_dim, dtype=BF16), torch.zeros(num_tokens, 32, head_dim, dtype=BF16)
+    monkeypatch.setattr(module, "_cudnn", lambda *given: (q, torch.zeros(32, num_tokens).t()))
+    monkeypatch.setattr(module, "gather_pages", lambda *given: given[:2])
+    routes: tuple[module.Route, ...] = ("pages", "cudnn")
+    for route in routes:
+        module.paged_prefill(q, pages, paged()[1][0], 4000, 0.1, route=route)
+        assert "wgmma" in built["_prefill_kernel"]  # Hopper's own matrix instructions
+        assert "cp.async" in built["_prefill_kernel"]
 
 
 def test_gather_and_merge(built: dict[str, str]) -> None:
@@ -108,6 +114,12 @@ def test_token_ops(built: dict[str, str], monkeypatch: pytest.MonkeyPatch, overl
     assert waits == dict.fromkeys(("_norm_kernel", "_rotate_kernel", "_gate_kernel", "_store_kernel"), overlaps)
     fused.turn_and_put(heads, 32, angle, angle, torch.zeros(40, 128, dtype=BF16), 1e-6, Places(paged()[0], place, place))
     assert built["_rotate_kernel"].count("st.global") >= 4  # queries, and what is stored
+    monkeypatch.setattr(fused, "FEW", 0)
+    fused.turn_and_put(heads, 32, angle, angle, torch.zeros(40, 128, dtype=BF16), 1e-6, Places(paged()[0], place, place))
+    fused.put(paged()[0], place, place, heads[:, 32:40], heads[:, 40:])
+    for name in ("_rotate_kernel", "_store_kernel"):  # of many tokens 16 bytes a thread
+        assert "ld.global.v4" in built[name]
+        assert "st.global.v4" in built[name]
 
 
 @pytest.mark.parametrize("overlaps", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -79,7 +80,10 @@ def library(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool = Fal
 @only_interpreted
 @pytest.mark.parametrize("route", ["flash", "cudnn"])
 @pytest.mark.parametrize("case", CASES)
-def test_gathered_parts_are_merged_in_the_interpreter(monkeypatch: pytest.MonkeyPatch, case: Case, route: Any) -> None:
+def test_what_libraries_do_and_the_rest_behind_it_in_the_interpreter(
+    monkeypatch: pytest.MonkeyPatch, case: Case, route: Any
+) -> None:
+    numpy_scalars(monkeypatch)
     from agentkv.kernels import paged_prefill as module
 
     wholes = []
@@ -88,11 +92,12 @@ def test_gathered_parts_are_merged_in_the_interpreter(monkeypatch: pytest.Monkey
         wholes.append(k.shape[1])
         return library(q, k, v, scale)
 
-    monkeypatch.setattr(module, "_flash", library)
+    monkeypatch.setattr(module, "_flash", partial(library, causal=True))
     monkeypatch.setattr(module, "_cudnn", cudnn)
     monkeypatch.setattr(module, "HISTORY_STEP", 24)
     q, pages, entries = inputs(case)
-    out, lse = module.paged_prefill(q, pages, entries, case.length, case.head_dim**-0.5, route=route)
+    tiles = module.Tiles(queries=16, keys=32, warps=4, registers=None)
+    out, lse = module.paged_prefill(q, pages, entries, case.length, case.head_dim**-0.5, route=route, tiles=tiles)
     want, want_lse = expected(case, q, pages, entries)
     assert (out.double() - want).abs().max() < 1e-5
     assert (lse.double() - want_lse).abs().max() < 1e-5
@@ -122,7 +127,14 @@ def test_cases_pass_interpreted() -> None:
 @pytest.mark.parametrize("route", ["pages", "flash", "cudnn", None])
 @pytest.mark.parametrize(
     "case",
-    [Case(300, 2900, 16, 8, 2, 128), Case(512, 4700, 16, 4, 4, 64), Case(64, 64, 16, 8, 2, 128), Case(1, 99, 16, 8, 2, 64)],
+    [
+        Case(300, 2900, 16, 8, 2, 128),
+        Case(512, 4700, 16, 4, 4, 64),
+        Case(700, 2800, 16, 8, 2, 128),
+        Case(600, 2700, 16, 4, 1, 256),
+        Case(64, 64, 16, 8, 2, 128),
+        Case(1, 99, 16, 8, 2, 64),
+    ],
 )
 def test_every_route_on_a_gpu(case: Case, route: Any) -> None:
     from agentkv.kernels.paged_prefill import paged_prefill

@@ -26,6 +26,14 @@ def near(got: Tensor, want: Tensor, tolerance: float) -> None:
     assert (got.cpu().double() - want.cpu()).abs().max() <= tolerance * max(1.0, float(want.abs().max()))
 
 
+@pytest.fixture(params=[False, True], ids=["few", "many"])
+def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program has one head of a token, as of few tokens, or several."""
+    from agentkv.kernels import token_ops_triton as fused
+
+    monkeypatch.setattr(fused, "FEW", 0 if request.param else 16)
+
+
 def normed(x: Tensor, weight: Tensor) -> Tensor:
     wide = x.double()
     return wide / (wide.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
@@ -46,7 +54,8 @@ def test_norm_with_and_without_a_sum(device: str, dtype: torch.dtype, tolerance:
 
 @pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
 @pytest.mark.parametrize("norms", [False, True])
-@pytest.mark.parametrize(("num_heads", "dim"), [(3, 12), (5, 128)])
+@pytest.mark.parametrize(("num_heads", "dim"), [(3, 12), (5, 128), (19, 24)])
+@pytest.mark.usefixtures("cut")
 def test_rotation_with_and_without_a_norm(
     device: str, dtype: torch.dtype, tolerance: float, norms: bool, num_heads: int, dim: int
 ) -> None:
@@ -72,10 +81,11 @@ def test_gate(device: str, dtype: torch.dtype, tolerance: float, size: int) -> N
 
 
 @pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
+@pytest.mark.usefixtures("cut")
 def test_store_writes_those_slots_and_no_others(device: str, dtype: torch.dtype, tolerance: float) -> None:
     from agentkv.kernels import token_ops_triton as fused
 
-    page, heads, dim = 4, 2, 24
+    page, heads, dim = 4, 3, 24
     arena = drawn(device, dtype, 9 * heads * 2 * page * dim)
     pages = arena.as_strided((5, heads, 2, page, dim), (2 * heads * page * dim * 2, 2 * page * dim, page * dim, dim, 1))
     want = pages.clone()
@@ -90,11 +100,15 @@ def test_store_writes_those_slots_and_no_others(device: str, dtype: torch.dtype,
 
 @pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
 @pytest.mark.parametrize("norms", [False, True])
-def test_rotation_and_store_together_are_what_both_are(device: str, dtype: torch.dtype, tolerance: float, norms: bool) -> None:
+@pytest.mark.parametrize(("heads", "kv_heads"), [(5, 2), (12, 4)])
+@pytest.mark.usefixtures("cut")
+def test_rotation_and_store_together_are_what_both_are(
+    device: str, dtype: torch.dtype, tolerance: float, norms: bool, heads: int, kv_heads: int
+) -> None:
     from agentkv.kernels import token_ops_triton as fused
     from agentkv.kernels.store_kv import Places
 
-    page, heads, kv_heads, dim = 4, 5, 2, 24
+    page, dim = 4, 24
     qkv = drawn(device, dtype, 3, heads + 2 * kv_heads, dim)
     angle = drawn("cpu", torch.float64, 3, 1, dim // 2, seed=1)
     cos, sin = angle.cos().to(device, dtype), angle.sin().to(device, dtype)
@@ -113,7 +127,7 @@ def test_rotation_and_store_together_are_what_both_are(device: str, dtype: torch
 
 @only_without_gpu
 def test_cases_pass_interpreted() -> None:
-    pass_interpreted(__file__, 12)
+    pass_interpreted(__file__, 27)
 
 
 @pytest.mark.gpu
