@@ -406,6 +406,10 @@ class SparseController:
         readers = [*prefill, *[None] * (len(self.methods) - len(prefill))]
         self.prefill = tuple(reader or method for method, reader in zip(self.methods, readers, strict=True))
 
+    def read_by_others(self, form: int) -> bool:
+        """Does another method select and view while prompts of the form are read?"""
+        return self.prefill[form] != self.methods[form]
+
     def lifecycle(self, batches: Iterable[DeviceBatch]) -> Lifecycle:
         """The hook calls of one step."""
         readers = self.prefill, self.methods

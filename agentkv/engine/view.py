@@ -14,6 +14,7 @@ from agentkv.engine.selection import Selection, selected_pages, selected_slots
 from agentkv.engine.tables import HeadTable, RowTable
 from agentkv.kernels.low_rank_decode import LowRankPages
 from agentkv.kernels.quantized_pages import QuantizedPages
+from agentkv.kernels.query_tiles import QueryTiles
 
 if TYPE_CHECKING:
     from agentkv.engine.query_window import QueryRows
@@ -147,8 +148,9 @@ class DeviceBatch:
     group_of: layer -> its place among these. pages_of: layer -> its pages (see PagedKV). states: by name, the units of the
     method's state and its place among the groups. form: index of the runner's form. replay: the tokens are forwarded to be
     looked at, their KV will be taken back. sealed: the rows' sealed parts, None where no row has one. filled: pages of KV that
-    the batch fills, where there is page state; recent: where queries are kept for a seal. scale: of the scores before the
-    softmax. scratch: what the method's hooks hand on to one another within the step; empty when it begins.
+    the batch fills, where there is page state; recent: where queries are kept for a seal. tiles: where the tokens of short
+    chunks lie in a captured step, where `rows` does not say it. scale: of the scores before the softmax. scratch: what the
+    method's hooks hand on to one another within the step; empty when it begins.
     """
 
     rows: tuple[RowSpan, ...]
@@ -164,6 +166,7 @@ class DeviceBatch:
     sealed: SealedRows | None = None
     filled: PageFill | None = None
     recent: QueryRows | None = None
+    tiles: QueryTiles | None = None
     scale: float = 1.0
     scratch: dict[str, Any] = field(repr=False, compare=False, default_factory=dict)
 
