@@ -21,6 +21,8 @@ from torch.utils._pytree import tree_flatten
 from agentkv.engine.core import EngineConfig, Group, Request
 from agentkv.engine.devices import usable_memory
 from agentkv.engine.forms import model_shape, serve
+from agentkv.engine.graphs import MOST_GRAPHS
+from agentkv.engine.limits import DEFAULT
 from agentkv.engine.llm import LLM
 from agentkv.engine.loader import LoadedModel
 from agentkv.engine.query_window import QueryWindow
@@ -37,6 +39,9 @@ CPU_SHARE, GPU_SHARE = 0.25, 0.9
 STEP_ROUND = 16 << 20
 ARENA_ROUND = 64 << 20
 
+GRAPH_BYTES = 8 << 20
+"""Of the device for one captured step, beside the numbers that it computes: its launches and their arguments."""
+
 
 class Peak:
     """bytes: most that was allocated at once beyond what there was at the start."""
@@ -47,11 +52,13 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes. usable: what the device has for this process; step: the largest step's peak; window: KV of one full window."""
+    """Bytes. usable: what the device has for this process; step: the largest step's peak; graphs: of captured steps, 0 where
+    none are; window: KV of one full window."""
 
     usable: int
     weights: int
     step: int
+    graphs: int
     arena: int
     window: int
 
@@ -70,22 +77,32 @@ def plan_memory(loaded: LoadedModel, config: EngineConfig, method: SparseMethod,
     window = _held_bytes(loaded, config, method, config.window)
     usable, weights = usable_memory(loaded.device), loaded.weight_bytes
     step = measure_step(loaded, config, method) if step is None else step
-    arena = max(0, int((usable - weights - step) * share))
+    graphs = graph_bytes(loaded, config, step)
+    arena = max(0, int((usable - weights - step - graphs) * share))
     arena -= arena % min(ARENA_ROUND, max(stripe, arena))
-    plan = MemoryPlan(usable, weights, step, arena, window)
+    plan = MemoryPlan(usable, weights, step, graphs, arena, window)
     log.info("memory plan on %s: %s", loaded.device, plan)
     if not arena:
         raise BadModel(
-            f"no room for KV on {loaded.device}: weights take {gib(weights)} and a step {gib(step)} of {gib(usable)}",
+            f"no room for KV on {loaded.device}: weights take {gib(weights)} and a step {gib(step + graphs)} of {gib(usable)}",
             hint="Take a smaller model or dtype, or a device with more memory",
         )
     if arena < window:
         raise BadModel(
             f"one window of {config.window:,} tokens needs {gib(window)} of KV; weights ({gib(weights)}) and a step "
-            f"({gib(step)}) leave {gib(arena)} of {gib(usable)} for it",
+            f"({gib(step + graphs)}) leave {gib(arena)} of {gib(usable)} for it",
             hint=f"Open it with window={arena // stripe * config.page_size} or less, or say how much memory= it may take",
         )
     return plan
+
+
+def graph_bytes(loaded: LoadedModel, config: EngineConfig, step: int) -> int:
+    """What captured steps may take: as many graphs as are kept, and the pool that they share for what they compute, by its
+    share of the largest step's tokens."""
+    if not config.graphs or loaded.device.type != "cuda":
+        return 0
+    most = min(config.step_tokens, DEFAULT.rows[-1] + DEFAULT.tokens[-1])
+    return step * most // config.step_tokens + MOST_GRAPHS * GRAPH_BYTES
 
 
 def measure_step(loaded: LoadedModel, config: EngineConfig, method: SparseMethod) -> int:
