@@ -78,7 +78,7 @@ def _tile(
     return new_top, sums * shrink + tl.sum(weight, 1), acc
 
 
-@triton.jit(do_not_specialize=["starts_ptr", "num_tokens"])
+@triton.jit(do_not_specialize=["starts_ptr", "num_tokens", "row_stride", "table_head_stride"])
 def _extend_kernel(
     q_ptr, pages_ptr, table_ptr, lines_ptr, lens_ptr, starts_ptr, firsts_ptr, rows_ptr, stops_ptr, out_ptr, lse_ptr,
     scale, num_tokens, q_token, q_head, page_stride, head_stride, row_stride, table_head_stride,
