@@ -76,25 +76,21 @@ def first_of(case: Case, row: int, token: int) -> int:
 
 def expected(case: Case, drawn: Drawn, own: bool, heads: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Query by query, in float64. heads: slots held by row and KV head, where the part is no row's own."""
-    outs, lses, group = [], [], case.num_heads // case.num_kv_heads
-    token_of = iter(drawn.q.double())
+    out, lse = torch.zeros(drawn.q.shape, dtype=torch.float64), torch.zeros(drawn.q.shape[:2], dtype=torch.float64)
+    group, before = case.num_heads // case.num_kv_heads, 0
     for row, count in enumerate(case.counts):
-        line = drawn.table[drawn.lines[row]]
+        slots = torch.arange(case.lens[row])
+        held = drawn.pages[drawn.table[drawn.lines[row], slots // case.page_size].long(), :, :, slots % case.page_size]
         for token in range(count):
-            q = next(token_of)
             for head in range(case.num_heads):
-                stop = case.lens[row] - count + token + 1 if own else int(heads[row, head // group])  # type: ignore[index]
-                slots = range(first_of(case, row, token) if own else 0, stop)
-                read = [drawn.pages[line[slot // case.page_size], head // group, :, slot % case.page_size] for slot in slots]
-                if not read:
-                    outs.append(torch.zeros(case.head_dim, dtype=torch.float64))
-                    lses.append(torch.tensor(-torch.inf, dtype=torch.float64))
-                    continue
-                k, v = torch.stack(read).double().unbind(1)
-                scores = k @ q[head] * case.head_dim**-0.5
-                outs.append(scores.softmax(0) @ v)
-                lses.append(scores.logsumexp(0))
-    return torch.stack(outs).view(drawn.q.shape), torch.stack(lses).view(-1, case.num_heads)
+                first = first_of(case, row, token) if own else 0
+                stop = case.lens[row] - count + token + 1 if heads is None else int(heads[row, head // group])
+                k, v = held[first:stop, head // group].double().unbind(1)
+                scores = k @ drawn.q[before + token, head].double() * case.head_dim**-0.5
+                out[before + token, head] = scores.softmax(0) @ v
+                lse[before + token, head] = scores.logsumexp(0) if len(k) else -torch.inf
+        before += count
+    return out, lse
 
 
 def extend(case: Case, drawn: Drawn, heads: Tensor | None = None, **more: Any) -> tuple[Tensor, Tensor]:
