@@ -353,10 +353,13 @@ class _Part:
         """Of short chunks that are to be captured: what QueryTiles has."""
         if self.limits is None or not self.limits.tokens:
             return ()
-        shape = self.served.shape
-        self._tile_size = tile_size(shape.num_heads // shape.num_kv_heads, shape.head_dim, self.stage.pages.dtype.itemsize)
         most = bound_tiles(self.limits.tokens, len(self.works), self._tile_size)
         return tuple(packed.add(each) for each in cut_tiles(self.counts, self._tile_size, most))
+
+    @property
+    def _tile_size(self) -> int:
+        shape = self.served.shape
+        return tile_size(shape.num_heads // shape.num_kv_heads, shape.head_dim, self.stage.pages.dtype.itemsize)
 
     def _kept(self, lists: Sequence[Tensor]) -> QueryRows | None:
         if self._recent is None or self.stage.window is None:
