@@ -216,7 +216,7 @@ class _Part:
             sealed=self._sealed(rows, lists[self._bounds]),
             filled=self._filled(lists),
             recent=self._kept(lists),
-            tiles=QueryTiles(self._tile_size, *(lists[key] for key in self._tiles)) if self._tiles else None,
+            tiles=QueryTiles(self._tiles[0], *(lists[key] for key in self._tiles[1:])) if self._tiles else None,
             scale=self.served.shape.scale,
         )
 
@@ -350,16 +350,13 @@ class _Part:
         return tokens, rows, places
 
     def _add_tiles(self, packed: Packed) -> tuple[int, ...]:
-        """Of short chunks that are to be captured: what QueryTiles has."""
+        """Of short chunks that are to be captured: a tile's size, and what else QueryTiles has."""
         if self.limits is None or not self.limits.tokens:
             return ()
-        most = bound_tiles(self.limits.tokens, len(self.works), self._tile_size)
-        return tuple(packed.add(each) for each in cut_tiles(self.counts, self._tile_size, most))
-
-    @property
-    def _tile_size(self) -> int:
         shape = self.served.shape
-        return tile_size(shape.num_heads // shape.num_kv_heads, shape.head_dim, self.stage.pages.dtype.itemsize)
+        size = tile_size(shape.num_heads // shape.num_kv_heads, shape.head_dim, self.stage.pages.dtype.itemsize)
+        most = bound_tiles(self.limits.tokens, len(self.works), size)
+        return size, *(packed.add(each) for each in cut_tiles(self.counts, size, most))
 
     def _kept(self, lists: Sequence[Tensor]) -> QueryRows | None:
         if self._recent is None or self.stage.window is None:
