@@ -33,15 +33,23 @@ class Limits(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Buckets:
     """How numbers are rounded up, so that few graphs serve all steps. rows: counts of rows; more than the last are not
-    captured. slots: the least that a captured row may hold; from there on powers of two. tokens: of short chunks in all."""
+    captured. slots: the least that a captured row may hold; from there on powers of two. tokens: of short chunks in all. far: a
+    chunk of more than half of the last of them behind more slots than this is not captured: it fills the device by itself, and
+    the attention of long chunks, which the host plans, is faster there."""
 
     rows: tuple[int, ...] = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
     slots: int = 1024
     tokens: tuple[int, ...] = (32, 64, 128, 256, 512)
+    far: int = 32768
 
     def of_rows(self, count: int) -> int:
         """At least `count`, which is not more than the last of `rows`."""
         return next(most for most in self.rows if most >= count)
+
+    def short(self, works: Sequence[RowWork]) -> bool:
+        """Are these chunks few and short enough to be captured?"""
+        long = any(len(work.tokens) > self.tokens[-1] // 2 and work.slot > self.far for work in works)
+        return not long and len(works) <= self.rows[-1] and sum(len(work.tokens) for work in works) <= self.tokens[-1]
 
     def of_tokens(self, count: int) -> int:
         """At least `count`, which is not more than the last of `tokens`."""

@@ -206,8 +206,8 @@ class ModelRunner:
         if self.graphs is None or any(work.replay for work in batch.rows):
             return False
         decodes, chunks = ([work for work in batch.rows if work.decodes is which] for which in (True, False))
-        new, most = sum(len(work.tokens) for work in chunks), self.graphs.buckets
-        if new > most.tokens[-1] or len(chunks) > most.rows[-1] or batch.num_tokens - new > most.rows[-1]:
+        buckets = self.graphs.buckets
+        if not buckets.short(chunks) or sum(len(work.tokens) for work in decodes) > buckets.rows[-1]:
             return False
         if not all(work.sample and self.served[work.form].replayable for work in decodes):
             return False

@@ -39,8 +39,9 @@ CPU_SHARE, GPU_SHARE = 0.25, 0.9
 STEP_ROUND = 16 << 20
 ARENA_ROUND = 64 << 20
 
-GRAPH_BYTES = 8 << 20
-"""Of the device for one captured step, beside the numbers that it computes: its launches and their arguments."""
+GRAPH_BYTES = 4 << 20
+"""Of the device for one captured step, beside the numbers that it computes: its launches and their arguments. On an H200 a step
+of 36 layers took 1.1 to 1.8 MiB."""
 
 
 class Peak:

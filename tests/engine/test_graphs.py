@@ -82,10 +82,10 @@ def test_short_chunks_in_layers_with_windows() -> None:
 
 
 def test_long_chunks_run_as_they_are(model: LoadedModel) -> None:
-    counted = Counted(RecordedDevice(), Buckets((1, 2), 512, (16, 64)))
+    counted = Counted(RecordedDevice(), Buckets((1, 2), 512, (16, 64), far=50))
     eager, replayed = (Life(model, ("dense",), each) for each in (None, counted))
     for life in (eager, replayed):
-        for chain, count in (("a", 65), ("b", 64), ("c", 60), ("d", 50), ("e", 200)):
+        for chain, count in (("a", 65), ("b", 64), ("c", 60), ("d", 50), ("e", 200), ("d", 40), ("d", 40), ("d", 33)):
             life.start(chain, [i % 128 for i in range(count)], 0, Sampling(max_tokens=1))
             life.steps(20)
     assert replayed.made == eager.made
