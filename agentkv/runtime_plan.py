@@ -13,7 +13,7 @@ from agentkv.engine.core import EngineConfig, Group, KVGroup
 from agentkv.engine.devices import usable_device, usable_memory
 from agentkv.engine.forms import serve
 from agentkv.engine.loader import LoadedModel
-from agentkv.engine.sizing import gib, library_bytes, plan_memory
+from agentkv.engine.sizing import gib, graph_bytes, library_bytes, plan_memory
 from agentkv.engine.sparse import SparseMethod
 from agentkv.engine.survey import longest_session, session_bytes, survey_model, try_step
 from agentkv.engine.tokenizer import Tokenizer
@@ -133,10 +133,11 @@ def _row(loaded: LoadedModel, config: EngineConfig, name: str, step: int | None,
         found.advise(part, "the arena is not known before the start: a trial of the largest steps would take minutes")
         return row
     arena = config.memory or plan_memory(loaded, config, method, step).arena
-    left = usable_memory(loaded.device) - loaded.weight_bytes - (step or 0) - library_bytes(config)
+    taken = step + graph_bytes(loaded, config, step) if step is not None else 0
+    left = usable_memory(loaded.device) - loaded.weight_bytes - taken - library_bytes(config)
     if arena > left:
         raise BadModel(
-            f"an arena of {gib(arena)}, weights of {gib(loaded.weight_bytes)} and a step of {gib(step or 0)} are more than the "
+            f"an arena of {gib(arena)}, weights of {gib(loaded.weight_bytes)} and a step of {gib(taken)} are more than the "
             f"{gib(usable_memory(loaded.device))} of {loaded.device}",
             hint=f"memory={left} or less" if left > 0 else _SMALLER,
         )

@@ -67,7 +67,7 @@ def _measure(rig: Rig) -> Measured:
     mine = _largest(rig, loaded, setting, method, plan)
     other = _largest(rig, loaded, setting, dense, plan)
     allowed = other["bytes_us"] / other["rows"] * mine["rows"] / mine["bytes_us"]
-    planned = {name: getattr(plan, name) for name in ("usable", "weights", "step", "arena")}
+    planned = {name: getattr(plan, name) for name in ("usable", "weights", "step", "graphs", "arena")}
     more = mine | {"dense": other, "bytes_allow": allowed, "plan": planned}
     return Measured(mine["us"], mine["tokens_per_s"] / other["tokens_per_s"], rig.copy, "TB/s", more=more)
 

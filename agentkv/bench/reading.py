@@ -41,7 +41,8 @@ class Reading:
         config = EngineConfig(1, length + PAGE, page_size=PAGE, max_rows=1, step_tokens=chunk)
         most = peak_bytes(loaded, config, (method,), 0, length, length + 1) * share
         config = replace(config, memory=most * 21 // 20 // GRANULE * GRANULE + GRANULE)
-        self.llm = LLM(config, ModelRunner(loaded, config, method), reuse="chain")
+        self.runner = ModelRunner(loaded, config, method)
+        self.llm = LLM(config, self.runner, reuse="chain")
 
     def read(self, token_ids: Sequence[int], chain: str | None = None) -> Taken:
         """Read a prompt and draw one token. chain: to go on from, and to be left behind; None leaves nothing behind."""

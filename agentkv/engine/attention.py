@@ -8,6 +8,7 @@ from torch import Tensor
 
 from agentkv.engine.chunks import attend_own, attend_whole
 from agentkv.engine.decodes import attend_beside, attend_by_library, attend_heads, attend_rows
+from agentkv.engine.extends import attend_tiles
 from agentkv.engine.tables import RowTable
 from agentkv.engine.view import AttentionView, DeviceBatch, Part
 from agentkv.kernels.merge_parts import merge_parts
@@ -44,6 +45,8 @@ def attend(q: Tensor, view: AttentionView, batch: DeviceBatch, scale: float, *, 
 def _attend_part(q: Tensor, part: Part, batch: DeviceBatch, scale: float, own: bool, lse: bool) -> tuple[Tensor, Tensor | None]:
     """own: are the step's tokens among the part's slots, if it is one of rows?"""
     table = part.table
+    if batch.tiles is not None:
+        return attend_tiles(q, part, batch.tiles, batch, scale)
     if not batch.prefill:
         if isinstance(table, RowTable):
             out = attend_by_library(q, part, table, batch, scale) if own and not lse else None

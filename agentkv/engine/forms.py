@@ -38,6 +38,11 @@ class Served:
         """Can its decode steps be captured? Attention received is told of rows as they are, so the host must know these."""
         return self.method.graph_safe and not self.method.needs.mass
 
+    @property
+    def extendable(self) -> bool:
+        """Can steps in which its rows read short chunks be captured? What is held has to lie in pages of K and V."""
+        return self.replayable and self.method.stores and self.method.seals_into != "states"
+
 
 def model_shape(loaded: LoadedModel, page_size: int) -> ModelShape:
     """What methods may know of the model."""

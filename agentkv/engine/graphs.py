@@ -1,4 +1,4 @@
-"""Decode steps as graphs: captured at their first use, replayed with other numbers in the same places."""
+"""Steps as graphs: captured when they are first used, replayed with other numbers in the same places."""
 
 # mypy: disable-error-code="no-untyped-call"
 # (torch's streams and graphs)
@@ -114,15 +114,16 @@ class Graphs(Generic[K]):
         self._device, self._most = device, most
         self._kept: dict[K, _Captured] = {}
         self._failed: dict[K, str] = {}
+        self._met: dict[K, None] = {}
         self._captured = self._replays = self._eager = self._bytes = 0
         self._seconds = 0.0
         self._buffers: list[Tensor] = []
 
-    def run(self, key: K, numbers: Sequence[int], work: Callable[[Tensor], Outputs]) -> Outputs:
+    def run(self, key: K, numbers: Sequence[int], work: Callable[[Tensor], Outputs], *, rare: bool = False) -> Outputs:
         """What `work` gives for these numbers, int64 on the device; valid until the next run.
 
-        The first run of a key is the work itself; it is captured behind it. A capture that fails is told of once, and its key
-        is run as it is.
+        The first run of a key is the work itself; it is captured behind it, a rare one behind its second. A capture that fails
+        is told of once, and its key is run as it is.
         """
         found = self._kept.pop(key, None)
         if found is not None:
@@ -134,7 +135,12 @@ class Graphs(Generic[K]):
         inputs = send(numbers, self._device.device)
         outputs = work(inputs)
         self._eager += 1
-        if key not in self._failed:
+        if rare and key not in self._met:
+            self._met[key] = None
+            if len(self._met) > self._most:
+                del self._met[next(iter(self._met))]
+        elif key not in self._failed:
+            self._met.pop(key, None)
             self._capture(key, inputs, work, outputs)
         return outputs
 
@@ -165,7 +171,7 @@ class Graphs(Generic[K]):
             graph = self._device.capture(once)
         except Exception as error:  # noqa: BLE001 - whatever it is, the step itself has run
             self._failed[key] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            log.warning("decode steps of %s run without a graph: %s", key, self._failed[key])
+            log.warning("steps of %s run without a graph: %s", key, self._failed[key])
             return
         while len(self._kept) >= self._most:
             del self._kept[next(iter(self._kept))]

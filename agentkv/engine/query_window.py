@@ -13,7 +13,8 @@ from agentkv.kernels.place_rows import place_rows
 
 
 class QueryWindow:
-    """A ring of rotated queries by row and layer, `[max_rows, num_layers, size, num_heads, head_dim]` in the model's dtype.
+    """A ring of rotated queries by row and layer, `[max_rows + 1, num_layers, size, num_heads, head_dim]` in the model's dtype.
+    The last line is that of dead rows, which fill up a captured step.
 
     Only prompts enter: what is decoded and what is forwarded to be looked at leaves no trace. A row starts afresh with a new
     sequence, and when it has been sealed.
@@ -21,7 +22,7 @@ class QueryWindow:
 
     def __init__(self, max_rows: int, shape: ModelShape, size: int, device: torch.device) -> None:
         self.size = size
-        dims = (max_rows, shape.num_layers, size, shape.num_heads, shape.head_dim)
+        dims = (max_rows + 1, shape.num_layers, size, shape.num_heads, shape.head_dim)
         self._ring = torch.empty(dims, dtype=getattr(torch, shape.dtype), device=device)
         self._counts = [0] * max_rows
         self._owners = [-1] * max_rows
@@ -30,7 +31,7 @@ class QueryWindow:
     def bytes(max_rows: int, shape: ModelShape, size: int) -> int:
         """What it takes of the device's memory."""
         itemsize: int = getattr(torch, shape.dtype).itemsize
-        return max_rows * shape.num_layers * size * shape.num_heads * shape.head_dim * itemsize
+        return (max_rows + 1) * shape.num_layers * size * shape.num_heads * shape.head_dim * itemsize
 
     def enter(self, work: RowWork) -> list[tuple[int, int]]:
         """(token of the row's, place in the ring) of what the step adds; counts it as there. What later tokens of the prompt

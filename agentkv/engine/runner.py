@@ -100,7 +100,10 @@ class ModelRunner:
                 return self._scores(plan.build(sent))
 
             values = plan.packed.values
-            logits, likeliest = graphs.run(plan.limits, values, scores) if graphs else scores(self.pages.send(values))
+            if graphs is None:
+                logits, likeliest = scores(self.pages.send(values))
+            else:
+                logits, likeliest = graphs.run(plan.limits, values, scores, rare=any(each.tokens for each in plan.limits))
             return self._drawn(batch, plan, logits, likeliest)
 
     @torch.inference_mode()
@@ -201,11 +204,16 @@ class ModelRunner:
         return logits, logits.argmax(dim=-1)
 
     def _replayable(self, batch: Batch) -> bool:
-        """Is it a step of few enough tokens, all of which draw, of methods whose hooks can be replayed?"""
-        if self.graphs is None or batch.num_tokens > self.graphs.buckets.rows[-1]:
+        """Is it a step of few enough tokens, that draw or are of short chunks, of methods whose hooks can be replayed?"""
+        if self.graphs is None or any(work.replay for work in batch.rows):
             return False
-        decode = (work.decodes and work.sample and not work.replay for work in batch.rows)
-        return all(decode) and all(self.served[form].replayable for form in {work.form for work in batch.rows})
+        decodes, chunks = ([work for work in batch.rows if work.decodes is which] for which in (True, False))
+        buckets = self.graphs.buckets
+        if not buckets.short(chunks) or sum(len(work.tokens) for work in decodes) > buckets.rows[-1]:
+            return False
+        if not all(work.sample and self.served[work.form].replayable for work in decodes):
+            return False
+        return all(self.served[work.form].extendable and not self.controller.read_by_others(work.form) for work in chunks)
 
     def _drawn(self, batch: Batch, plan: Plan, logits: Tensor, likeliest: Tensor) -> StepDrawn:
         """Draw for the rows that ask for it; one transfer of all tokens, and one of all log-probabilities."""

@@ -22,6 +22,8 @@ from agentkv.engine.attention_flashinfer import WORKSPACE
 from agentkv.engine.core import EngineConfig, Group, Request
 from agentkv.engine.devices import usable_memory
 from agentkv.engine.forms import model_shape, serve
+from agentkv.engine.graphs import MOST_GRAPHS
+from agentkv.engine.limits import DEFAULT
 from agentkv.engine.llm import LLM
 from agentkv.engine.loader import LoadedModel
 from agentkv.engine.query_window import QueryWindow
@@ -38,6 +40,10 @@ CPU_SHARE, GPU_SHARE = 0.25, 0.9
 STEP_ROUND = 16 << 20
 ARENA_ROUND = 64 << 20
 
+GRAPH_BYTES = 4 << 20
+"""Of the device for one captured step, beside the numbers that it computes: its launches and their arguments. On an H200 a step
+of 36 layers took 1.1 to 1.8 MiB."""
+
 
 class Peak:
     """bytes: most that was allocated at once beyond what there was at the start."""
@@ -48,12 +54,13 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes. usable: what the device has for this process; step: the largest step's peak; window: KV of one full window;
-    library: what a library's kernels work in, where `config.attention` names one."""
+    """Bytes. usable: what the device has for this process; step: the largest step's peak; graphs: of captured steps, 0 where
+    none are; window: KV of one full window; library: what a library's kernels work in, where `config.attention` names one."""
 
     usable: int
     weights: int
     step: int
+    graphs: int
     arena: int
     window: int
     library: int = 0
@@ -73,20 +80,20 @@ def plan_memory(loaded: LoadedModel, config: EngineConfig, method: SparseMethod,
     window = _held_bytes(loaded, config, method, config.window)
     usable, weights = usable_memory(loaded.device), loaded.weight_bytes
     step = measure_step(loaded, config, method) if step is None else step
-    library = library_bytes(config)
-    arena = max(0, int((usable - weights - step - library) * share))
+    graphs, library = graph_bytes(loaded, config, step), library_bytes(config)
+    arena = max(0, int((usable - weights - step - graphs - library) * share))
     arena -= arena % min(ARENA_ROUND, max(stripe, arena))
-    plan = MemoryPlan(usable, weights, step, arena, window, library)
+    plan = MemoryPlan(usable, weights, step, graphs, arena, window, library)
     log.info("memory plan on %s: %s", loaded.device, plan)
     if not arena:
         raise BadModel(
-            f"no room for KV on {loaded.device}: weights take {gib(weights)} and a step {gib(step)} of {gib(usable)}",
+            f"no room for KV on {loaded.device}: weights take {gib(weights)} and a step {gib(step + graphs)} of {gib(usable)}",
             hint="Take a smaller model or dtype, or a device with more memory",
         )
     if arena < window:
         raise BadModel(
             f"one window of {config.window:,} tokens needs {gib(window)} of KV; weights ({gib(weights)}) and a step "
-            f"({gib(step)}) leave {gib(arena)} of {gib(usable)} for it",
+            f"({gib(step + graphs)}) leave {gib(arena)} of {gib(usable)} for it",
             hint=f"Open it with window={arena // stripe * config.page_size} or less, or say how much memory= it may take",
         )
     return plan
@@ -95,6 +102,15 @@ def plan_memory(loaded: LoadedModel, config: EngineConfig, method: SparseMethod,
 def library_bytes(config: EngineConfig) -> int:
     """What a library's kernels work in."""
     return WORKSPACE if config.attention == "flashinfer" else 0
+
+
+def graph_bytes(loaded: LoadedModel, config: EngineConfig, step: int) -> int:
+    """What captured steps may take: as many graphs as are kept, and the pool that they share for what they compute, by its
+    share of the largest step's tokens."""
+    if not config.graphs or loaded.device.type != "cuda":
+        return 0
+    most = min(config.step_tokens, DEFAULT.rows[-1] + DEFAULT.tokens[-1])
+    return step * most // config.step_tokens + MOST_GRAPHS * GRAPH_BYTES
 
 
 def measure_step(loaded: LoadedModel, config: EngineConfig, method: SparseMethod) -> int:

@@ -176,7 +176,8 @@ class SparseMethod:
     stores: where K and V of new tokens go: into the model's own pages, or (False) into the method's states. seals_into: what
     the sealed part is: pages of all layers and heads (stripe), pages of one head of one layer (head), both with the logical
     position of each slot, or the method's own sealed states (states). graph_safe: the hooks of a decode step may be replayed
-    with other rows: they size and choose by the host's bounds only what is right for every shorter row.
+    with other rows: they size and choose by the host's bounds only what is right for every shorter row. Where K and V lie in
+    pages, also those of a few hundred tokens of prompts: there `batch.rows` names no row, nor where its tokens are.
     """
 
     family: ClassVar[str] = "full"
@@ -405,6 +406,10 @@ class SparseController:
         self.methods = tuple(methods)
         readers = [*prefill, *[None] * (len(self.methods) - len(prefill))]
         self.prefill = tuple(reader or method for method, reader in zip(self.methods, readers, strict=True))
+
+    def read_by_others(self, form: int) -> bool:
+        """Does another method select and view while prompts of the form are read?"""
+        return self.prefill[form] != self.methods[form]
 
     def lifecycle(self, batches: Iterable[DeviceBatch]) -> Lifecycle:
         """The hook calls of one step."""

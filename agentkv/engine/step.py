@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain, groupby, repeat
+from itertools import accumulate, chain, groupby, islice, repeat
 from types import MappingProxyType
 
 import torch
@@ -20,6 +20,7 @@ from agentkv.engine.sealed_pages import SealedPages, SealedUnits
 from agentkv.engine.tables import RowTable
 from agentkv.engine.view import DeviceBatch, GroupRows, PageFill, RowKernel, RowSpan
 from agentkv.errors import EngineFault
+from agentkv.kernels.query_tiles import QueryTiles, bound_tiles, cut_tiles, tile_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +106,8 @@ class Stage:
         return plan.build(self.pages.send(plan.packed.values))
 
     def plan(self, batch: Batch, buckets: Buckets | None = None, drawn: Mapping[int, int] = MappingProxyType({})) -> Plan:
-        """Order the rows, and write down what the device must know of them. buckets: the step is to be captured; all its rows
-        decode and draw. drawn: by row, which draw of the step before was the row's."""
+        """Order the rows, and write down what the device must know of them. buckets: the step is to be captured; its rows
+        decode and draw, or read short chunks. drawn: by row, which draw of the step before was the row's."""
         order = sorted(range(len(batch.rows)), key=lambda index: _kind(batch.rows[index]))
         works = tuple(batch.rows[index] for index in order)
         draws = tuple(
@@ -125,8 +126,7 @@ class Stage:
             stops = list(accumulate(len(work.tokens) for work in works))
             ends = packed.add(stops[index] - 1 - works[index].drafted + i for index, i in draws)
         else:
-            living = [range(part.tokens.start, part.tokens.start + part.living) for part in parts]
-            ends = packed.add((*chain(*living), *repeat(0, len(rows) - len(draws))))
+            ends = packed.add((*chain(*(part.ends() for part in parts)), *repeat(0, len(rows) - len(draws))))
         for part in parts:
             part.pack(packed)
         limits = tuple(part.limits for part in parts if part.limits is not None)
@@ -167,12 +167,25 @@ class _Part:
         self._full = self._pages_filled()
         if buckets is not None:
             self.limits = self._limits(buckets)
-            self.works += [dead(self.form, stage.pages.dead_row)] * (self.limits.rows - self.living)
-            if self.served.page_states:  # whether a row fills one now or in a later step: one graph serves both
-                self._full += [(stage.pages.dead_row, 0)] * (self.limits.rows - len(self._full))
+            self._fill_up(self.limits)
         self._starts = {index: self._starts_in(index) for index in self.served.form.groups}
         self.counts = [len(work.tokens) for work in self.works]
         self.tokens = slice(first, first + sum(self.counts))
+
+    def _fill_up(self, limits: Limits) -> None:
+        """With dead rows, and pages of theirs: whether a row fills one now or in a later step, one graph serves both."""
+        row, counts = self.stage.pages.dead_row, [1 - bool(limits.tokens)] * (limits.rows - self.living)
+        if limits.tokens:
+            counts.append(limits.tokens - sum(len(work.tokens) for work in self.works))
+        self.works += [dead(self.form, row, count) for count in counts]
+        if self.served.page_states:
+            most = limits.rows + limits.tokens // self.stage.pages.groups[0].page_size
+            self._full += [(row, 0)] * (most - len(self._full))
+
+    def ends(self) -> Iterator[int]:
+        """Of the living rows that draw, the token of the step behind which they do: each row's last."""
+        stops = accumulate(self.counts[: self.living], initial=self.tokens.start)
+        return (stop - 1 for stop, work in zip(islice(stops, 1, None), self.works, strict=False) if work.sample)
 
     def pack(self, packed: Packed) -> None:
         """Write down what the device must know."""
@@ -182,6 +195,7 @@ class _Part:
         self._bounds = packed.add(work.sealed for work in self.works)
         self._fill = packed.add(row for row, _ in self._full), packed.add(page for _, page in self._full)
         self._recent = self._add_recent(packed)
+        self._tiles = self._add_tiles(packed)
 
     def batch(self, lists: Sequence[Tensor], positions: Tensor) -> DeviceBatch:
         """lists: what was packed, on the device. positions: of the whole step."""
@@ -204,6 +218,7 @@ class _Part:
             sealed=self._sealed(rows, lists[self._bounds]),
             filled=self._filled(lists),
             recent=self._kept(lists),
+            tiles=QueryTiles(self._tiles[0], *(lists[key] for key in self._tiles[1:])) if self._tiles else None,
             scale=self.served.shape.scale,
             library=self.stage.library,
         )
@@ -211,6 +226,7 @@ class _Part:
     def _limits(self, buckets: Buckets) -> Limits:
         form, sealed = self.served.form, max(work.sealed for work in self.works)
         rows, sizes = buckets.of_rows(self.living), [self._sizes(group, buckets) for group in form.groups]
+        reads = _kind(self.works[0])[0] != 0
         return Limits(
             form=self.form,
             rows=rows,
@@ -218,11 +234,12 @@ class _Part:
             seen=tuple(seen for _, seen in sizes),
             sealed=buckets.of_slots(sealed, min(self._most(group) for group in form.sealed)) if sealed else 0,
             holes=any(work.slot != work.position for work in self.works),
+            tokens=buckets.of_tokens(sum(len(work.tokens) for work in self.works)) if reads else 0,
         )
 
     def _sizes(self, group: int, buckets: Buckets) -> tuple[int, int]:
         """`slots` and `seen` of the limits. Where not all is seen, what is seen says how much there is to do."""
-        lens, starts = [work.slot_in(group) + 1 for work in self.works], self._starts_in(group)
+        lens, starts = [self._length(work, group) for work in self.works], self._starts_in(group)
         most = self._most(group)
         if not starts:
             return buckets.of_slots(max(lens), most), 0
@@ -235,9 +252,19 @@ class _Part:
 
     def _add_group(self, index: int, packed: Packed) -> tuple[int, int, int]:
         """Slots of the tokens, lengths of the rows, and first visible slots of the tokens."""
-        slots = packed.add(work.slot_in(index) + i for work in self.works for i in range(len(work.tokens)))
-        lens = packed.add(work.slot_in(index) + len(work.tokens) for work in self.works)
+        slots = packed.add(chain(*(self._slots(work, index) for work in self.works)))
+        lens = packed.add(self._length(work, index) for work in self.works)
         return slots, lens, packed.add(chain(*self._starts[index]))
+
+    def _slots(self, work: RowWork, group: int) -> Iterable[int]:
+        """Where a row's tokens enter: the dead all in one place, for which there is always room."""
+        if work.row == self.stage.pages.dead_row:
+            return repeat(0, len(work.tokens))
+        return range(work.slot_in(group), self._length(work, group))
+
+    def _length(self, work: RowWork, group: int) -> int:
+        """Slots that a row has with its new tokens."""
+        return 1 if work.row == self.stage.pages.dead_row else work.slot_in(group) + len(work.tokens)
 
     def _starts_in(self, index: int) -> tuple[tuple[int, ...], ...]:
         """By row the first slot that each token sees; () where all rows see all that the group holds."""
@@ -281,13 +308,13 @@ class _Part:
         """What the host says of the rows' lengths and first slots in a group."""
         index = self.served.form.groups[place]
         if self.limits is None:
-            return tuple(work.slot_in(index) + len(work.tokens) for work in self.works), self._starts[index]
-        rows, slots, seen = self.limits.rows, self.limits.slots[place], self.limits.seen[place]
+            return tuple(self._length(work, index) for work in self.works), self._starts[index]
+        rows, slots, seen = len(self.works), self.limits.slots[place], self.limits.seen[place]
         return (slots,) * rows, ((slots - seen,),) * rows if seen else ()
 
     def _sealed(self, rows: Tensor, bounds: Tensor) -> SealedPages | None:
         pages, units = self.stage.pages, self.stage.sealed[self.form]
-        most = tuple(work.sealed for work in self.works) if self.limits is None else (self.limits.sealed,) * self.limits.rows
+        most = tuple(work.sealed for work in self.works) if self.limits is None else (self.limits.sealed,) * len(self.works)
         return SealedPages(pages, self.served, units, rows, bounds, most) if any(most) else None
 
     def _pages_filled(self) -> list[tuple[int, int]]:
@@ -317,10 +344,22 @@ class _Part:
             for first, work in zip(firsts, self.works, strict=False)
             for token, place in window.enter(work)
         ]
+        if self.limits is not None and self.limits.tokens:  # as many, whatever the rows read
+            most = min(self.limits.tokens, self.limits.rows * window.size)
+            kept += [(0, self.stage.pages.dead_row, 0)] * (most - len(kept))
         if not kept:
             return None
         tokens, rows, places = (packed.add(column) for column in zip(*kept, strict=True))
         return tokens, rows, places
+
+    def _add_tiles(self, packed: Packed) -> tuple[int, ...]:
+        """Of short chunks that are to be captured: a tile's size, and what else QueryTiles has."""
+        if self.limits is None or not self.limits.tokens:
+            return ()
+        shape = self.served.shape
+        size = tile_size(shape.num_heads // shape.num_kv_heads, shape.head_dim, self.stage.pages.dtype.itemsize)
+        most = bound_tiles(self.limits.tokens, len(self.works), size)
+        return size, *(packed.add(each) for each in cut_tiles(self.counts, size, most))
 
     def _kept(self, lists: Sequence[Tensor]) -> QueryRows | None:
         if self._recent is None or self.stage.window is None:
@@ -354,6 +393,8 @@ def _spans(works: Sequence[RowWork]) -> tuple[RowSpan, ...]:
 
 
 def _any_spans(limits: Limits) -> tuple[RowSpan, ...]:
-    """The same of a captured step: bounds, and no row in particular."""
+    """The same of a captured step: bounds, and no row in particular; of short chunks, each anywhere among their tokens."""
     held = max(limits.slots)
+    if limits.tokens:
+        return (RowSpan(-1, 0, limits.tokens, held - limits.tokens + limits.holes, held),) * (limits.rows + 1)
     return tuple(RowSpan(-1, i, i + 1, held - 1 + limits.holes, held) for i in range(limits.rows))

@@ -14,6 +14,7 @@ from agentkv.engine.selection import Selection, selected_pages, selected_slots
 from agentkv.engine.tables import HeadTable, RowTable
 from agentkv.kernels.low_rank_decode import LowRankPages
 from agentkv.kernels.quantized_pages import QuantizedPages
+from agentkv.kernels.query_tiles import QueryTiles
 
 if TYPE_CHECKING:
     from agentkv.engine.query_window import QueryRows
@@ -152,8 +153,9 @@ class DeviceBatch:
     group_of: layer -> its place among these. pages_of: layer -> its pages (see PagedKV). states: by name, the units of the
     method's state and its place among the groups. form: index of the runner's form. replay: the tokens are forwarded to be
     looked at, their KV will be taken back. sealed: the rows' sealed parts, None where no row has one. filled: pages of KV that
-    the batch fills, where there is page state; recent: where queries are kept for a seal. scale: of the scores before the
-    softmax. library: another kernel for decode rows that share a page table, where the engine was given one. scratch: what the
+    the batch fills, where there is page state; recent: where queries are kept for a seal. tiles: where the tokens of short
+    chunks lie in a captured step, where `rows` does not say it. scale: of the scores before the softmax. library: another
+    kernel for decode rows that share a page table, where the engine was given one. scratch: what the
     method's hooks hand on to one another within the step; empty when it begins.
     """
 
@@ -170,6 +172,7 @@ class DeviceBatch:
     sealed: SealedRows | None = None
     filled: PageFill | None = None
     recent: QueryRows | None = None
+    tiles: QueryTiles | None = None
     scale: float = 1.0
     library: RowKernel | None = field(repr=False, default=None)
     scratch: dict[str, Any] = field(repr=False, compare=False, default_factory=dict)

@@ -66,6 +66,8 @@ class Hasty(SparseMethod):
 class Piecemeal(SparseMethod):
     """chunk: stores chunks that end no prompt otherwise."""
 
+    graph_safe: ClassVar[bool] = False  # it asks the host for rows
+
     def store(self, layer: int, k_raw: Tensor, k: Tensor, v: Tensor, batch: DeviceBatch) -> None:
         whole = not batch.prefill or all(span.prompt_end for span in batch.rows)
         super().store(layer, k_raw, k, v if whole else v * (1 + WRONG), batch)

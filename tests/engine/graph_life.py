@@ -82,6 +82,47 @@ class Life:
         self.chains[chain] = list(seq.token_ids)
 
 
+COARSE = Buckets((1, 2, 4, 8, 16, 32, 64), 512, (64, 512))
+"""Coarse ones, so that short chunks often meet the same graph."""
+
+EXTENDED = {name for name in METHODS if name not in ("kivi", "fp8_kv")}
+"""Of those, the methods that hold K and V in pages, so that their short chunks can be replayed."""
+
+
+class Counted(Graphs[Any]):
+    """Counts replays of steps in which a prompt is read: chunks alone, and beside decodes."""
+
+    alone = beside = 0
+
+    def run(self, key: Any, numbers: Any, work: Any, *, rare: bool = False) -> Any:
+        assert rare is any(part.tokens > 0 for part in key)
+        if rare and key in self.keys:
+            self.alone += all(part.tokens > 0 for part in key)
+            self.beside += any(part.tokens == 0 for part in key)
+        return super().run(key, numbers, work, rare=rare)
+
+
+def talk(life: Life, seed: int, rounds: int = 20) -> list[list[int]]:
+    """Sessions of all forms whose turns are short, some begun while others answer; histories of up to 400 tokens."""
+    draw, number = random.Random(seed), 0
+    chains = [""] * (3 * len(life.names))
+    for _ in range(rounds):
+        place = draw.randrange(len(chains))
+        chain = chains[place]
+        ids = [draw.randrange(128) for _ in range(draw.choice([2, 5, 20, 33, 60, 100]))]
+        while chain in life.running:
+            life.steps(1)
+        if not chain or len(life.chains[chain]) + len(ids) > 375:
+            number += 1
+            chain = chains[place] = f"c{number}"
+        sampling = Sampling(max_tokens=draw.choice([1, 3, 10]), temperature=draw.choice([0.0, 1.0]), seed=draw.randrange(9))
+        life.start(chain, ids, place % len(life.names), sampling)
+        life.steps(draw.choice([0, 1, 2, 3]))
+        life.llm.check()
+    life.steps(300)
+    return life.made
+
+
 def play(life: Life, seed: int, acts: int = 25) -> list[list[int]]:
     """The same acts for the same seed: turns of several forms that join and leave, forks, prunes, rollbacks, aborts."""
     draw, number, edits = random.Random(seed), 0, dict[str, tuple[Edit, ...]]()

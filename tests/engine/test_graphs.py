@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from graph_life import BUCKETS, METHODS, Life, play
+from graph_life import BUCKETS, COARSE, EXTENDED, METHODS, Counted, Life, play, talk
 
 from agentkv.check.models import tiny
 from agentkv.check.recorded import RecordedDevice
@@ -51,6 +51,45 @@ def test_all_methods_in_one_engine(model: LoadedModel, seed: int) -> None:
     found = replayed.llm.runner.graphs.stats()
     assert found.replays
     assert not found.failed
+
+
+@pytest.mark.parametrize("name", ["dense", "snapkv", "adakv", "kivi"])
+def test_short_chunks_of_prompts_are_replayed(model: LoadedModel, name: str) -> None:
+    counted = Counted(RecordedDevice(), COARSE)
+    eager, replayed = (Life(model, (name,), each) for each in (None, counted))
+    assert talk(replayed, 1) == talk(eager, 1)
+    assert not counted.stats().failed
+    if name in EXTENDED:
+        assert counted.alone > 2
+        assert counted.beside > 0 or name != "dense"
+    else:
+        assert counted.alone == counted.beside == 0
+
+
+def test_short_chunks_of_all_methods_in_one_engine(model: LoadedModel) -> None:
+    counted = Counted(RecordedDevice(), COARSE)
+    eager, replayed = (Life(model, tuple(METHODS), each) for each in (None, counted))
+    assert talk(replayed, 2, 40) == talk(eager, 2, 40)
+    assert not counted.stats().failed
+
+
+def test_short_chunks_in_layers_with_windows() -> None:
+    model = tiny("Qwen3ForCausalLM", sliding=(None, 20, 20))
+    counted = Counted(RecordedDevice(), COARSE)
+    eager, replayed = Life(model, ("dense",), None), Life(model, ("dense",), counted, ahead=True)
+    assert sorted(talk(replayed, 3)) == sorted(talk(eager, 3))  # steps launched ahead end in another order
+    assert counted.alone > 0
+
+
+def test_long_chunks_run_as_they_are(model: LoadedModel) -> None:
+    counted = Counted(RecordedDevice(), Buckets((1, 2), 512, (16, 64), far=50))
+    eager, replayed = (Life(model, ("dense",), each) for each in (None, counted))
+    for life in (eager, replayed):
+        for chain, count in (("a", 65), ("b", 64), ("c", 60), ("d", 50), ("e", 200), ("d", 40), ("d", 40), ("d", 33)):
+            life.start(chain, [i % 128 for i in range(count)], 0, Sampling(max_tokens=1))
+            life.steps(20)
+    assert replayed.made == eager.made
+    assert (counted.alone, counted.stats().captured) == (1, 1)  # the third of those that fit
 
 
 def test_steps_that_fill_a_page_have_no_graph_of_their_own(model: LoadedModel) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from graph_life import BUCKETS, METHODS, Life, play
+from graph_life import BUCKETS, COARSE, EXTENDED, METHODS, Counted, Life, play, talk
 
 from agentkv.check.models import tiny
 from agentkv.engine.core import Batch, EngineConfig, History, RowWork
@@ -51,11 +51,57 @@ def test_all_methods_in_one_engine(model: LoadedModel) -> None:
     assert not replayed.llm.runner.graphs.stats().failed
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_short_chunks_of_prompts_are_replayed(model: LoadedModel, name: str) -> None:
+    counted = Counted(CudaDevice(torch.device("cuda")), COARSE)
+    eager, replayed = (Life(model, (name,), each) for each in (None, counted))
+    assert talk(replayed, 1) == talk(eager, 1)
+    assert not counted.stats().failed
+    assert (counted.alone > 0) is (name in EXTENDED)
+
+
 def test_windows_and_guesses() -> None:
     model = tiny("LlamaForCausalLM", "cuda", sliding=(None, 20, 20))
     eager, replayed = (Life(model, ("dense",), each, lookup=8) for each in (None, graphs()))
     assert play(replayed, 3) == play(eager, 3)
     assert not replayed.llm.runner.graphs.stats().failed
+    counted = Counted(CudaDevice(torch.device("cuda")), COARSE)
+    eager, replayed = Life(model, ("dense",), None), Life(model, ("dense",), counted, ahead=True)
+    assert talk(replayed, 3) == talk(eager, 3)
+    assert counted.alone > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_short_chunk_in_a_graph_of_longer_ones(model: LoadedModel, dtype: torch.dtype) -> None:
+    """Chunks of other rows, places and lengths in one graph, beside rows that decode: logits are those of an eager step."""
+    cast = replace(model, model=deepcopy(model.model).to(dtype), dtype=dtype)
+    (group,) = cast.groups(16)
+    runner = ModelRunner(cast, EngineConfig(8 * 2048 * group.stripe_bytes // 16, 2048, max_rows=8), Dense())
+    runner.pages.arena.view(dtype).normal_()
+    granules, order = group.stripe_bytes // 256, torch.randperm(8 * 128).tolist()
+    units = [[page * granules for page in order[row * 128 : row * 128 + 128]] for row in range(8)]
+    runner.pages.update_tables([TableUpdate(row, 0, mine) for row, mine in enumerate(units)])
+    kept, whole = runner.graphs, Sampling(logprobs=True, top_logprobs=20)
+    assert kept is not None
+
+    def logprobs(works: list[RowWork], times: int) -> list[dict[int, float]]:
+        for _ in range(times):
+            runner.execute(Batch(works))
+        return [dict(work.score.top) for work in works if work.score is not None]
+
+    for chunks in ([(3, 1990, 40), (1, 100, 20)], [(0, 1500, 33)], [(6, 1400, 1), (2, 0, 60), (5, 1024, 3)], [(7, 1800, 64)]):
+        works = [RowWork(4, [9], 700, 700, True, whole, 0, 1)]
+        for row, slot, count in chunks:
+            ids = [(7 * i + row) % 128 for i in range(count)]
+            works.append(RowWork(row, ids, slot, slot, True, whole, 0, 0, prompt=True))
+        runner.graphs = kept
+        ours = logprobs(works, 3)
+        runner.graphs = None
+        for mine, wanted in zip(ours, logprobs(works, 1), strict=True):
+            both = mine.keys() & wanted.keys()
+            assert len(both) >= 15
+            assert max(abs(mine[token] - wanted[token]) for token in both) < (1e-3 if dtype == torch.float32 else 0.2)
+    assert kept.stats().replays >= 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

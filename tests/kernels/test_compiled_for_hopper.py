@@ -303,3 +303,17 @@ def test_experts(built: dict[str, str], blocks: bool, num_tokens: int) -> None:
     for name in ("_gate_up_kernel", "_down_kernel"):
         assert "cp.async" in built[name]
         assert "wgmma" in built[name]
+
+
+@pytest.mark.parametrize("heads", [False, True])
+def test_extend(built: dict[str, str], heads: bool) -> None:
+    from agentkv.kernels.paged_extend import paged_extend
+    from agentkv.kernels.query_tiles import QueryTiles
+
+    pages, table = paged()
+    tiles = QueryTiles(32, *(torch.zeros(count, dtype=torch.int64) for count in (4, 4, 2, 64)))
+    lens = torch.zeros(2, 8, dtype=torch.int32) if heads else torch.zeros(2, dtype=torch.int32)
+    paged_extend(torch.zeros(64, 32, 128, dtype=BF16), pages, table, torch.arange(2), lens, tiles, 0.1, most=32768)
+    assert "wgmma" in built["_extend_kernel"]
+    assert "cp.async" in built["_extend_kernel"]
+    assert "_merge_kernel" in built

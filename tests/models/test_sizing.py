@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -62,9 +63,24 @@ def test_the_plan_adds_up(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizing, "usable_memory", lambda device: 1 << 30)
     plan = plan_memory(loaded, config(), methods.get("dense"))
     assert plan.weights == loaded.weight_bytes
+    assert plan.graphs == 0
     assert plan.step == measure_step(loaded, config(), methods.get("dense")) > 0
     share = (plan.usable - plan.weights - plan.step) * sizing.CPU_SHARE
     assert share - 64 * MIB < plan.arena <= share
+
+
+def test_graphs_have_a_share_of_a_gpu(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that says it is on one, and a step that was measured before: nothing runs."""
+    loaded, dense = replace(model("llama", "float32"), device=torch.device("cuda")), methods.get("dense")
+    monkeypatch.setattr(sizing, "usable_memory", lambda device: 8 << 30)
+    step = 64 * MIB
+    plan = plan_memory(loaded, config(), dense, step)
+    assert plan.graphs == step + sizing.MOST_GRAPHS * sizing.GRAPH_BYTES  # steps of 16 tokens: all may be captured
+    share = (plan.usable - plan.weights - step - plan.graphs) * sizing.GPU_SHARE
+    assert share - 64 * MIB < plan.arena <= share
+    longer = plan_memory(loaded, config(step_tokens=7680), dense, step)
+    assert longer.graphs - sizing.MOST_GRAPHS * sizing.GRAPH_BYTES == step // 10
+    assert plan_memory(loaded, config(graphs=False), dense, step).graphs == 0
 
 
 def test_impossible_plans_say_the_numbers_and_what_to_do(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
