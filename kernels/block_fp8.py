@@ -13,8 +13,8 @@ BLOCK = 128
 """Inputs, and outputs, that share a scale."""
 
 FEW_ROWS = 128
-"""On a GPU, up to so many rows read the weights as they are, with activations as they are: their bytes are the cost. With more
-rows the matrix units are, and activations become e4m3 by blocks of 128 too, as the checkpoints are made for."""
+"""On a GPU, up to so many rows read the weights as they are, with activations as they are or as two e4m3 terms: their bytes are
+the cost. With more rows the matrix units are, and activations become e4m3 by blocks of 128, as the checkpoints are made for."""
 
 _ROWS_AT_ONCE = 8 * BLOCK
 
@@ -37,7 +37,7 @@ def block_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None =
     """`[num_tokens, out_size]` of x `[num_tokens, in_size]`, weight `[out_size, in_size]` in e4m3 with float32 scales
     `[blocks(out_size), blocks(in_size)]`, and bias `[out_size]`."""
     if x.is_cuda:
-        from agentkv.kernels import block_fp8_triton as fused  # needs triton, which a CPU-only platform may lack
+        from agentkv.kernels import block_linear_triton as fused  # needs triton, which a CPU-only platform may lack
 
         if fused.serves(x, weight.shape[0]):
             if x.shape[0] <= FEW_ROWS:

@@ -1,8 +1,7 @@
-"""Linear maps by e4m3 weights with a scale for each block of 128 x 128, in Triton: the published layout of FP8 checkpoints.
+"""What products by block-FP8 weights share in Triton: how their programs are cut, and what becomes of codes and of rows.
 
-For few rows the weights' bytes are the cost: each is read once, and a block's product takes its scale when it is added to the
-sum, in float32. Codes are widened in registers for activations as they are; where that would cost more than the bytes,
-activations become two e4m3 terms and the matrix units take both operands as they lie.
+Codes are widened in registers for rows as they are; where that would cost more than the weights' bytes, rows become two e4m3
+terms and the matrix units take both operands as they lie.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -10,7 +9,6 @@ activations become two e4m3 terms and the matrix units take both operands as the
 
 from __future__ import annotations
 
-from math import gcd
 from typing import NamedTuple
 
 import torch
@@ -18,20 +16,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 128
-"""Inputs, and outputs, that share a scale."""
+from agentkv.kernels.overlap import follow, overlapping
 
 
 class Tile(NamedTuple):
     """Of one program: rows of the input, outputs; warps, and turns of its loop whose weights are on their way. parts: programs
-    that share the rows of an expert; turn: blocks of inputs in a turn, a divisor of all."""
+    that share the rows of an expert."""
 
     rows: int
     outs: int
     warps: int
     stages: int
     parts: int = 1
-    turn: int = 1
 
 
 @triton.jit
@@ -52,8 +48,20 @@ def _nearest(x):
 
 
 @triton.jit
-def _terms_kernel(x_ptr, terms_ptr, scale_ptr, x_row, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr):
+def _whole(total, scale_ptr, row, live, OUTS: tl.constexpr, ROWS: tl.constexpr, TERMS: tl.constexpr):
+    """`[OUTS, ROWS]` of `[OUTS, ROWS * TERMS]`: two terms of a row lie side by side, see `Terms`."""
+    if TERMS == 2:
+        first, second = tl.split(tl.reshape(total, [OUTS, ROWS, 2]))
+        scale = tl.load(scale_ptr + row, mask=live, other=0.0)
+        return (first + second * 0.0625) * scale[None, :]
+    else:  # noqa: RET505 - only one of two is compiled
+        return total
+
+
+@triton.jit
+def _terms_kernel(x_ptr, terms_ptr, scale_ptr, x_row, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, OVERLAP: tl.constexpr):
     """One row."""
+    follow(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, SIZE_PAD)
     x = tl.load(x_ptr + row * x_row + place, mask=place < SIZE, other=0.0).to(tl.float32)
@@ -65,41 +73,6 @@ def _terms_kernel(x_ptr, terms_ptr, scale_ptr, x_row, SIZE: tl.constexpr, SIZE_P
     tl.store(terms, first.to(terms_ptr.dtype.element_ty), mask=place < SIZE)
     tl.store(terms + SIZE, second.to(terms_ptr.dtype.element_ty), mask=place < SIZE)
     tl.store(scale_ptr + row, scale)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _few_rows_kernel(
-    x_ptr, weight_ptr, scale_ptr, bias_ptr, y_ptr, num_rows, x_row,
-    OUT_SIZE: tl.constexpr, IN_SIZE: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, TURN: tl.constexpr,
-    BIASED: tl.constexpr,
-):  # fmt: skip
-    """A tile of outputs of a tile of rows. Weights are the product's left side, so that few rows fill the matrix units."""
-    out = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    live = (row < num_rows)[None, :]
-    place = tl.arange(0, 128)
-    weight = weight_ptr + out[:, None].to(tl.int64) * IN_SIZE + place[None, :]
-    x = x_ptr + row[None, :].to(tl.int64) * x_row + place[:, None]
-    scale = scale_ptr + (tl.program_id(0) * OUTS // 128) * (IN_SIZE // 128)
-    total = tl.zeros((OUTS, ROWS), tl.float32)
-    step = tl.load(scale)  # one ahead of its product, which would wait for it otherwise
-    for turn in range(IN_SIZE // 128 // TURN):
-        for each in tl.static_range(TURN):
-            block = turn * TURN + each
-            tile = tl.load(weight + block * 128)
-            given = tl.load(x + block * 128, mask=live, other=0.0)
-            following = tl.load(scale + tl.minimum(block + 1, IN_SIZE // 128 - 1))
-            total += tl.dot(_widen(tile, given.dtype), given, input_precision="ieee") * step
-            step = following
-    if BIASED:
-        total += tl.load(bias_ptr + out).to(tl.float32)[:, None]
-    tl.store(y_ptr + row[None, :].to(tl.int64) * OUT_SIZE + out[:, None], total, mask=live)
-
-
-def serves(x: Tensor, out_size: int) -> bool:
-    """Is this for the functions of this file? On a GPU, no wider than float32, whole blocks of inputs and tiles of outputs."""
-    known = x.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    return x.is_cuda and known and x.shape[-1] % BLOCK == 0 and out_size % 32 == 0 and x.stride(-1) == 1
 
 
 class Terms(NamedTuple):
@@ -116,30 +89,6 @@ def split_rows(x: Tensor) -> Terms:
     num_rows, size = x.shape
     codes = torch.empty(num_rows, 2, size, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(num_rows, dtype=torch.float32, device=x.device)
-    _terms_kernel[(num_rows,)](x, codes, scale, x.stride(0), SIZE=size, SIZE_PAD=triton.next_power_of_2(size))
+    pad = triton.next_power_of_2(size)
+    _terms_kernel[(num_rows,)](x, codes, scale, x.stride(0), SIZE=size, SIZE_PAD=pad, **overlapping(x.device))
     return Terms(codes, scale)
-
-
-def tuned(num_rows: int, out_size: int, in_size: int) -> Tile:
-    """The tile for so many rows, outputs and inputs, by measurement on an H200: few outputs are spread over many programs."""
-    blocks = in_size // BLOCK
-    few, wide = num_rows <= 16, out_size > 4096
-    if few and not (wide and out_size % 64 == 0):
-        return Tile(16, 16, 2, 3, turn=gcd(blocks, 4))
-    outs = 64 if out_size % 64 == 0 else 32
-    if num_rows > 64 and wide and out_size % 128 == 0:
-        return Tile(64, 128, 8, 3)
-    return Tile(16 if few else 64 if wide and num_rows > 32 else 32, outs, 4, 3, turn=gcd(blocks, 2))
-
-
-def few_rows(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, tile: Tile | None = None) -> Tensor:
-    """`[num_rows, out_size]`, see `block_linear`. out_size a multiple of the tile's outputs, in_size of BLOCK."""
-    num_rows, out_size = x.shape[0], weight.shape[0]
-    tile = tile or tuned(num_rows, out_size, x.shape[1])
-    y = torch.empty(num_rows, out_size, dtype=x.dtype, device=x.device)
-    _few_rows_kernel[(out_size // tile.outs, triton.cdiv(num_rows, tile.rows))](
-        x, weight, scale, scale if bias is None else bias, y, num_rows, x.stride(0),
-        OUT_SIZE=out_size, IN_SIZE=x.shape[1], ROWS=tile.rows, OUTS=tile.outs, TURN=tile.turn,
-        BIASED=bias is not None, num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
-    return y

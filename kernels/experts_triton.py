@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from agentkv.kernels.block_fp8_triton import Terms, Tile, _widen, split_rows
+from agentkv.kernels.block_fp8_triton import Terms, Tile, _whole, _widen, split_rows
 
 _MOST_AT_ONCE = 4096  # rows that a program counts in one go
 
@@ -82,17 +82,6 @@ def _step(scale, block, IN_SIZE: tl.constexpr, BLOCKS: tl.constexpr):
         return tl.load(scale + tl.minimum(block, IN_SIZE // 128 - 1))
     else:  # noqa: RET505 - only one of two is compiled
         return 1.0
-
-
-@triton.jit
-def _whole(total, scale_ptr, row, live, OUTS: tl.constexpr, ROWS: tl.constexpr, TERMS: tl.constexpr):
-    """`[OUTS, ROWS]` of `[OUTS, ROWS * TERMS]`: two terms of a row lie side by side, see `block_fp8_triton.Terms`."""
-    if TERMS == 2:
-        first, second = tl.split(tl.reshape(total, [OUTS, ROWS, 2]))
-        scale = tl.load(scale_ptr + row, mask=live, other=0.0)
-        return (first + second * 0.0625) * scale[None, :]
-    else:  # noqa: RET505 - only one of two is compiled
-        return total
 
 
 @triton.jit

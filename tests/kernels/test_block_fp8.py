@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from coded_weights import coded, drawn, error
-from devices import only_interpreted, only_without_gpu, pass_interpreted
+from devices import numpy_scalars, only_interpreted, only_without_gpu, pass_interpreted
 
 from agentkv.kernels.block_fp8 import block_linear, dequantize_blocks
 
@@ -31,9 +31,12 @@ def test_the_twin_equals_the_matrix_in_float64(outs: int, ins: int, biased: bool
 
 @pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
 @pytest.mark.parametrize(("rows", "outs", "ins"), [(1, 64, 128), (17, 192, 256), (70, 32, 384), (3, 96, 512)])
-def test_few_rows(device: str, dtype: torch.dtype, tolerance: float, rows: int, outs: int, ins: int) -> None:
-    from agentkv.kernels.block_fp8_triton import few_rows
+def test_few_rows(
+    monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype, tolerance: float, rows: int, outs: int, ins: int
+) -> None:
+    from agentkv.kernels.block_linear_triton import few_rows
 
+    numpy_scalars(monkeypatch)
     weight, scale, matrix = coded(outs, ins)
     x = drawn(rows, 2 * ins).to(device, dtype)[:, ins:]  # not contiguous
     bias = drawn(outs, seed=3).to(device, dtype) if rows == 17 else None

@@ -278,14 +278,29 @@ def coded(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.zeros(*shape, dtype=torch.float8_e4m3fn), torch.zeros(*lead, outs // 128, ins // 128)
 
 
-@pytest.mark.parametrize("num_rows", [1, 64])
-def test_linear_by_block_fp8(built: dict[str, str], num_rows: int) -> None:
-    from agentkv.kernels.block_fp8_triton import few_rows
+@pytest.mark.parametrize(
+    "tile", [(8, 16, 4, 0, 4, 2), (8, 16, 2, 5, 2), (64, 64, 1, 4, 4, 2, 2), (64, 64, 1, 3, 4, 1, 1, True)]
+)
+def test_linear_by_block_fp8(built: dict[str, str], monkeypatch: pytest.MonkeyPatch, tile: tuple[int, ...]) -> None:
+    """Codes come 16 bytes a thread, all that are held before rows are waited for, and two become numbers at once."""
+    from agentkv.kernels import block_linear_triton, overlap
 
-    few_rows(torch.zeros(num_rows, 2048, dtype=BF16), *coded(5120, 2048), torch.zeros(5120, dtype=BF16))
-    assert "cp.async" in built["_few_rows_kernel"]
-    assert "cvt.rn.f16x2.e4m3x2" in built["_few_rows_kernel"]
-    assert "cvt.bf16.f16" not in built["_few_rows_kernel"]  # at a quarter of the rate that the bytes come in
+    monkeypatch.setattr(overlap, "_can_overlap", lambda device: True)
+    cut = block_linear_triton.Tile(*tile)
+    x, bias = torch.zeros(64 if cut.rows > 16 else 9, 2048, dtype=BF16), torch.zeros(5120, dtype=BF16)
+    block_linear_triton.few_rows(x, *coded(5120, 2048), bias, cut)
+    made = built["_held_kernel" if cut.stages == 0 else "_turns_kernel" if cut.ways == 1 else "_ways_kernel"]
+    assert ("_sum_kernel" in built) == (cut.split > 1)
+    assert ("wgmma" if cut.ways == 1 else "mma.sync") in made
+    assert ("cvt.rn.f16x2.e4m3x2" in made) != cut.terms
+    assert "cvt.bf16.f16" not in made  # at a quarter of the rate that the bytes come in
+    assert made.index("griddepcontrol.launch_dependents") < made.index("griddepcontrol.wait")
+    if cut.stages == 0:
+        codes = cut.outs * 2048 // cut.split
+        assert made.partition("griddepcontrol.wait")[0].count("ld.global.v4") == codes // 16 // (32 * cut.warps)
+    else:
+        assert re.search(r"cp\.async\.cg\.shared\.global .*, 0x10", made)
+    assert cut.terms == ("_terms_kernel" in built)
 
 
 @pytest.mark.parametrize("blocks", [True, False])
