@@ -35,8 +35,8 @@ class Served:
 
     @property
     def replayable(self) -> bool:
-        """Can its decode steps be captured? Attention received is told of rows as they are, so the host must know these."""
-        return self.method.graph_safe and not self.method.needs.mass
+        """Can its decode steps be captured?"""
+        return self.method.graph_safe
 
 
 def model_shape(loaded: LoadedModel, page_size: int) -> ModelShape:
