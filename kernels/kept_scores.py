@@ -34,8 +34,8 @@ class ScorePages(NamedTuple):
 
 
 def grow(scores: ScorePages, layer: int, received: Tensor) -> None:
-    """Add what the slots of a layer received, float32 `[num_rows, num_kv_heads, n]`, n at most `width`; what stands outside of a
-    head's slots is left out."""
+    """Add what the slots of a layer received, float32 `[num_rows, num_kv_heads, n]`, n at most `width`; what stands outside of
+    a head's slots is left out."""
     if scores.units.is_cuda:
         from agentkv.kernels import kept_scores_triton as fused  # needs triton, which a CPU-only platform may lack
 
@@ -44,18 +44,20 @@ def grow(scores: ScorePages, layer: int, received: Tensor) -> None:
     size, ends = scores.units.shape[3], scores.ends[:, layer]
     slots = torch.arange(scores.width, device=received.device)
     live = (slots >= scores.firsts.view(-1, 1, 1)) & (slots < ends.unsqueeze(2))
-    more = torch.nn.functional.pad(received.to(torch.float32), (0, scores.width - received.shape[2]))
-    more = more.masked_fill(~live, 0).unflatten(2, (-1, size)).transpose(1, 2).flatten(0, 1)
-    held = live.any(1).unflatten(1, (-1, size)).any(2).flatten()
+    more = torch.zeros(*received.shape[:2], scores.width, device=received.device)
+    more[..., : received.shape[2]] = received
+    more = more.masked_fill(~live, 0)
+    more = torch.unflatten(more, 2, (-1, size)).transpose(1, 2).flatten(0, 1)
+    held = torch.unflatten(live.any(1), 1, (-1, size)).any(2).flatten()
     source = _real(held)
     pages, units = scores.pages.flatten()[source], scores.units[:, layer]
     before = units[pages]
-    units[pages] = torch.where(held[source].view(-1, 1, 1), before + more[source], before)
+    units.index_put_((pages,), torch.where(held[source].view(-1, 1, 1), before + more[source], before))
 
 
 def hiding(scores: ScorePages, layer: int) -> Tensor:
-    """-inf for the dead and for what stands before a row's first slot, else 0: float32 `[num_rows, num_kv_heads, width]`. Behind
-    a head's end anything."""
+    """-inf for the dead and for what stands before a row's first slot, else 0: float32 `[num_rows, num_kv_heads, width]`.
+    Behind a head's end anything."""
     if scores.units.is_cuda:
         from agentkv.kernels import kept_scores_triton as fused
 

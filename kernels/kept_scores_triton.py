@@ -87,7 +87,7 @@ def _strike_kernel(
     )
     end = tl.load(back_ends + row * back_row + layer * back_layer + head * back_head)
     first = tl.load(back_firsts + row)
-    low, behind, alive = _lowest(
+    _, behind, alive = _lowest(
         back_ptr, back_table + row * back_pages, first, end, back_stride, line, best, none, alive, BACK, BLOCK
     )
     if alive > tl.load(most_ptr + row):
@@ -103,7 +103,8 @@ def grow(scores: ScorePages, layer: int, received: Tensor) -> None:
     units, ends = scores.units[:, layer], scores.ends[:, layer]
     if width:
         _grow_kernel[(triton.cdiv(width, SLOTS), num_kv_heads, num_rows)](
-            units, scores.pages, scores.firsts, ends, received.contiguous(), width, scores.pages.shape[1], units.stride(0), *ends.stride(),
+            units, scores.pages, scores.firsts, ends, received.contiguous(), width, scores.pages.shape[1],
+            units.stride(0), *ends.stride(),
             HEADS=num_kv_heads, PAGE=units.shape[2], SLOTS=SLOTS,
         )  # fmt: skip
 

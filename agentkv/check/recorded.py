@@ -81,14 +81,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls.append((func, args, kwargs or {}, _tensors(made)))
         return made
 
-
     def _keep(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Copy what the operation is about to write into, the first time."""
         for place, parameter in enumerate(func._schema.arguments):
             given = kwargs.get(parameter.name) if place >= len(args) else args[place]
             if parameter.alias_info is not None and parameter.alias_info.is_write and isinstance(given, Tensor):
                 storage = given.untyped_storage()
-                self._before.setdefault(storage.data_ptr(), (storage, storage.clone()))
+                self._before.setdefault(storage.data_ptr(), (storage, storage.clone()))  # type: ignore[no-untyped-call]
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -244,7 +244,8 @@ class Sequence:
     still to be forwarded before it, None before they are known; replayed: tokens of the first that have been; run: its number.
     history: None where nothing is penalised. allowed: None where every token may come next. leader: the sequence whose prompt
     this one waits for. shared_as: the prefix cache's name for this sequence while it holds its prompt there. drafter:
-    None where nothing is guessed.
+    None where nothing is guessed. before: what it held before a seal that was launched ahead of a token which may end it, until
+    that is known.
 
     deadline: on the engine's clock. passed_over: steps in which others went first. guaranteed: it was owed service and runs
     to its end. wanted_units: what it would have taken when it was last tried. preemptions: how often it lost its row; computed:
@@ -290,6 +291,7 @@ class Sequence:
     warm: Warm | None = None
     paid: int = 0
     drafter: Drafter | None = None
+    before: KVState | None = None
 
     @property
     def num_forwarded(self) -> int:

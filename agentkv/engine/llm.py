@@ -388,10 +388,12 @@ class LLM:
             if draws and seq.num_forwarded >= len(seq.token_ids) and seq.seq_id not in ahead:
                 self.scheduler.take_back(seq)
             if seq.finish_reason is not None:
+                self.memory.failed.pop(seq.seq_id, None)  # the seal of a next token that it does not have
                 self.scheduler.finish(seq)
             tokens = tuple(seq.token_ids[made:])
             scores = tuple(score for _, score in draws[: len(tokens)] if score is not None)
             outputs.append(StepOutput(seq, tokens, text, seq.status is not Status.RUNNING, scores))
+        self.scheduler.confirm()
         return outputs
 
     def _text(self, seq: Sequence, token: int) -> str:
@@ -436,10 +438,13 @@ class LLM:
         return self.scheduler.spare_units()
 
     def _end_failed(self) -> None:
-        """Sequences whose seals failed end (the next step tells of them); their chains stand at their last boundaries."""
-        failed, self.memory.failed = self.memory.failed, {}
+        """Sequences whose seals failed end (the next step tells of them); their chains stand at their last boundaries. Those
+        that may turn out to have ended before wait."""
+        failed = self.memory.failed
+        ahead = {seq_id for seq_id in failed if seq_id in self._open and self._open[seq_id].before is not None}
+        self.memory.failed = {seq_id: failed[seq_id] for seq_id in ahead}
         for seq_id, fault in failed.items():
-            if seq_id in self._open:
+            if seq_id in self._open and seq_id not in ahead:
                 seq = self._open[seq_id]
                 seq.fault = fault
                 self.abort(seq)

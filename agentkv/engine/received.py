@@ -43,8 +43,7 @@ def received(
     if not batch.prefill and all(count == 1 for count in batch.counts) and all(map(_by_slot, view.parts)):
         return _of_decodes(q, view.parts, lse, scale, reduce)
     if not last.table.exact:
-        raise TypeError("attention received by coded slots, or by hidden ones from the middle of a row on, is not counted "
-                        "in a captured step")
+        raise TypeError("a captured step counts attention received of plain pages, hidden slots by a bias on all that is seen")
     by_part = [_of_rows(q, part, batch, lse, scale, reduce, own=part is last, window=window) for part in view.parts]
     return _by_row(by_part, last.table.first_slots)
 
@@ -64,9 +63,7 @@ def _by_row(by_part: Sequence[Sequence[Tensor]], firsts: tuple[int, ...]) -> tup
     return tuple(masses)
 
 
-def _of_decodes(
-    q: Tensor, parts: tuple[Part, ...], lse: Tensor, scale: float, reduce: Literal["sum", "max"]
-) -> DecodeMass:
+def _of_decodes(q: Tensor, parts: tuple[Part, ...], lse: Tensor, scale: float, reduce: Literal["sum", "max"]) -> DecodeMass:
     """Rows with one query each, all together."""
     *earlier, tail = [_of_slots(q, part, lse, scale, reduce) for part in parts]
     last = parts[-1].table

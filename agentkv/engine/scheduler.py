@@ -14,11 +14,12 @@ from agentkv.engine.cache.state import Change
 from agentkv.engine.cache.tiers import Warm
 from agentkv.engine.core import Batch, EngineConfig, RowWork, Sequence, Status
 from agentkv.engine.flights import followers
-from agentkv.engine.lookup import share
+from agentkv.engine.lookup import drafted, share
 from agentkv.engine.oracle import Cost, MemoryOracle
 from agentkv.engine.preempt import Tally, rivals, shed, tell_preempted, tell_resumed, victims
 from agentkv.engine.queue import WaitingQueue, shares
 from agentkv.engine.reading import in_chunks, look_again, next_run, wanted
+from agentkv.engine.seals import held_by, keep_before, seal, seal_due, seal_works, stand, undo
 from agentkv.engine.units import NOTHING, Units
 from agentkv.engine.work import SealWork, TableUpdate, Work
 from agentkv.types import Miss
@@ -92,7 +93,8 @@ class Scheduler:
         self._retry = True
 
     def finish(self, seq: Sequence) -> None:
-        """It makes no more tokens: row and reservation are given back, the state stays."""
+        """It makes no more tokens: row and reservation are given back, the state stays, without a seal for the next token."""
+        undo(seq)
         self._leave_row(seq)
         self.waiting.clock.leave(seq)
         seq.status = Status.FINISHED
@@ -130,7 +132,7 @@ class Scheduler:
         room = self.config.step_tokens - (len(self.running) - len(decoding))
         guesses = share(len(decoding), room) if self.config.lookup else 0
         for seq in decoding:
-            self._add_row(batch, seq, 1, self._draft(seq, guesses))
+            self._add_row(batch, seq, 1, drafted(seq, guesses))
         self._add_chunks(batch)
         self.oracle.hold(False)
         if self._unsettled:
@@ -146,10 +148,14 @@ class Scheduler:
         if self.waiting or guessing or self._compactions != self.oracle.compactions:
             return Batch(rows=[])
         going = followers(self.running, before)
+        due = [seq for seq in going if seal_due(seq)]
         batch = Batch(rows=[])
-        if going:
+        if going and self._room_beside(due):
             self.batch = batch
             self.oracle.hold(True)
+            for seq in due:
+                keep_before(seq)
+                batch.moves += self._seal(seq, prompt_end=False)
             for seq in going:
                 work = self._append(batch, seq, [0], seq.num_forwarded)
                 work.sample = work.follows = True
@@ -158,6 +164,20 @@ class Scheduler:
             if self._unsettled:
                 self.settle()
         return batch
+
+    def confirm(self) -> None:
+        """The tokens are known that a step was launched ahead of: seals between the two stand."""
+        for seq in self.running:
+            if stand(seq):
+                self._promise(seq)
+        if self._unsettled:
+            self.settle()
+
+    def _room_beside(self, due: list[Sequence]) -> bool:
+        """Is there room, without a move of units, for what these hold beside what their seals make of it?"""
+        claimed = not due or self.oracle.claim(self.reserved_units + held_by(due))
+        self._unsettled |= bool(due)
+        return claimed and self._compactions == self.oracle.compactions
 
     # -- who runs
 
@@ -324,7 +344,7 @@ class Scheduler:
             edit = seq.pending_edits.pop(0)
             change = seq.state.remove(edit.removed, self.spare_units(seq))
             self._changed(batch, seq, change)
-            self._pruned += [(seq, work) for work in _of(seq, change)]
+            self._pruned += [(seq, work) for work in seal_works(seq, change)]
             self._promise(seq)
 
     # -- seals
@@ -350,17 +370,9 @@ class Scheduler:
 
     def _seal(self, seq: Sequence, *, prompt_end: bool) -> list[Work]:
         """The work of the seal that is due, if there is one. What it is promised follows from what it holds then."""
-        state = seq.state
-        if state is None or state.form.seal is None:
+        change = seal(seq, prompt_end=prompt_end)
+        if change is None:
             return []
-        held = state.held(prompt_end)
-        seal = state.form.seal(held)
-        if seal is None:
-            return []
-        change = state.seal(held, seal, seq.row)
-        _of(seq, change)
-        for group, first in enumerate(change.first_pages):
-            seq.table_from[group] = min(seq.table_from[group], first)
         self._promise(seq)
         return change.moves
 
@@ -395,11 +407,6 @@ class Scheduler:
             work.run, work.run_from = seq.run, seq.replayed
             seq.replayed += count
             seq.num_prefilled_tokens += count
-
-    def _draft(self, seq: Sequence, most: int) -> list[int]:
-        """Guesses of what follows. What is promised to the sequence has room for them: they end before its last token."""
-        limit = min(most, seq.max_tokens - seq.num_generated - 1)
-        return seq.drafter.draft(limit) if seq.drafter is not None and limit > 0 else []
 
     def take_back(self, seq: Sequence) -> None:
         """Guesses that did not come true lose their KV, and its units are promised to the sequence again."""
@@ -482,6 +489,7 @@ class Scheduler:
         self._retry = True
 
     def _drop_state(self, seq: Sequence) -> None:
+        stand(seq)
         if seq.state is not None:
             seq.state.release()
         seq.state = None
@@ -490,11 +498,3 @@ class Scheduler:
         if seq.warm is not None:
             self.oracle.forget(seq.warm)
         seq.warm = None
-
-
-def _of(seq: Sequence, change: Change) -> list[SealWork]:
-    """The seals and prunes of sealed parts in a change, marked as the sequence's."""
-    works = [work for work in change.moves if isinstance(work, SealWork)]
-    for work in works:
-        work.seq_id = seq.seq_id
-    return works

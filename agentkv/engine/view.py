@@ -92,8 +92,8 @@ class RowMass(NamedTuple):
 class DecodeMass(Sequence[RowMass]):
     """The same of rows with one token each, all together; row by row where the host knows the rows, so not in a captured step.
 
-    sealed: float32 `[num_rows, num_kv_heads, slots]` of the view's earlier parts, None where it has none; tail: the same from the
-    page of each row's first visible slot on. 0 for what is no slot of a row, is not seen, or is hidden.
+    sealed: float32 `[num_rows, num_kv_heads, slots]` of the view's earlier parts, None where it has none; tail: the same from
+    the page of each row's first visible slot on. 0 for what is no slot of a row, is not seen, or is hidden.
     """
 
     sealed: Tensor | None

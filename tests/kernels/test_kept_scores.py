@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from devices import CUDA, NoWaiting, numpy_scalars, only_interpreted, only_without_gpu, pass_interpreted
+from devices import NoWaiting, numpy_scalars, only_interpreted, only_without_gpu, pass_interpreted
 from torch import Tensor
 
 from agentkv.kernels.kept_scores import ScorePages, grow, hiding, strike_lowest

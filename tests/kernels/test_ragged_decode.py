@@ -140,9 +140,7 @@ def test_mass_of_slots_some_of_which_are_hidden(queries: int) -> None:
     part.pages[part.table[2, 0, 1]] = 1e4  # a page of row 2 whose scores would overflow
     bias[2, 0, 16:32] = -torch.inf
     _, lse = part.run(bias[..., :300].contiguous())
-    mass = slot_mass(
-        part.q, part.pages, part.table, part.rows, part.lens, lse, SCALE, max_len=300, queries=queries, bias=bias
-    )
+    mass = slot_mass(part.q, part.pages, part.table, part.rows, part.lens, lse, SCALE, max_len=300, queries=queries, bias=bias)
     for row in range(3):
         for line in range(2):
             length, want = LENS[row][line], torch.zeros(300, dtype=torch.float64)
