@@ -15,7 +15,7 @@ from agentkv.engine.cache.pools import KVPools
 from agentkv.engine.cache.radix import RadixCache
 from agentkv.engine.cache.tiers import WarmTier
 from agentkv.engine.core import Batch, ChainInfo, Drawn, EngineConfig, Request, RowWork, Sequence, Status, StepOutput
-from agentkv.engine.demands import check_drawn, check_sampling, equip, leader_of, promote
+from agentkv.engine.demands import check_drawn, check_sampling, equip, head_of, leader_of, promote
 from agentkv.engine.device_memory import DeviceMemory
 from agentkv.engine.flights import Flight, Flights
 from agentkv.engine.lookup import agreed
@@ -136,6 +136,7 @@ class LLM:
             seq.deadline = self._clock() + request.timeout
         equip(seq, self.runner.vocab_size, self.config.lookup if self.pools.forms[request.form].truncates else 0)
         seq.leader = leader_of(request)
+        seq.head = self._head(seq) if chain is None or not chain.token_ids else None
         self.chains.open(request, seq)
         self._open[seq.seq_id] = seq
         if self.tokenizer is not None:
@@ -302,6 +303,15 @@ class LLM:
             least, most = (middle, most) if fits(middle) else (least, middle - 1)
         return least
 
+    def _head(self, seq: Sequence) -> Sequence | None:
+        """Whose prompt it waits for, to find a part of its own in the prefix cache."""
+        request = seq.request
+        if not self.radix.enabled or self.pools.windowed or self.pools.forms[request.form].reuse != "radix" or request.edits:
+            return None
+        return head_of(
+            seq, self._open.values(), self.radix.match(request.key, request.token_ids, len(request.token_ids)).length
+        )
+
     def _expire(self) -> list[StepOutput]:
         """End those whose deadline has passed, wherever they are; their chains stand at their last boundaries."""
         now, queue = self._clock(), self.scheduler
@@ -416,6 +426,7 @@ class LLM:
         self._streams.pop(seq.seq_id, None)
         self.chains.leave(seq)
         self.reuse.unshare(seq)
+        seq.head = None
         promote(seq, self._open.values())
 
     def _idle(self, chain_id: str) -> Chain | None:
