@@ -19,7 +19,7 @@ from agentkv.engine.oracle import Cost, MemoryOracle
 from agentkv.engine.preempt import Tally, rivals, shed, tell_preempted, tell_resumed, victims
 from agentkv.engine.queue import WaitingQueue, shares
 from agentkv.engine.reading import in_chunks, look_again, next_run, wanted
-from agentkv.engine.seals import held_by, keep_before, seal, seal_due, seal_works, stand, undo
+from agentkv.engine.seals import held_by, keep_before, seal, seal_due, seal_works, sealed_copy, stand, undo
 from agentkv.engine.units import NOTHING, Units
 from agentkv.engine.work import SealWork, TableUpdate, Work
 from agentkv.types import Miss
@@ -234,14 +234,14 @@ class Scheduler:
 
     def _offer(self, seq: Sequence, fresh: bool) -> tuple[Cost, Units]:
         """Give it the state that it would start from; what it would take beyond it, and what must be there for it to start."""
-        if seq.warm is not None and seq.warm.lost:
+        if seq.warm is not None and (fresh or seq.warm.lost):
             self._forget_copy(seq)
-        if seq.warm is not None:  # it will be put into units of its own: they cost what a start from nothing costs
+        if seq.warm is not None:  # it will be put into units of its own: they cost what a start from nothing costs, and more
             seq.pending_edits = list(normal_edits(seq.request.edits, seq.num_prompt_tokens))
         elif seq.state is None:
             self._resume(seq, fresh)
         cost = self._cost(seq)
-        return cost, cost.peak + self._owed_to_leader(seq)
+        return cost, cost.peak + sealed_copy(seq) + self._owed_to_leader(seq)
 
     def _owed_to_leader(self, seq: Sequence) -> Units:
         """What its running leader must have reserved in addition: it counts on pages behind its windows, or before its floor,

@@ -49,6 +49,14 @@ def held_by(seqs: Iterable[Sequence]) -> Units:
     return sum((seq.state.units for seq in seqs if seq.state is not None), NOTHING)
 
 
+def sealed_copy(seq: Sequence) -> Units:
+    """Units of the sealed part of its copy in host memory: it lies beside what the next seal makes of it."""
+    if seq.warm is None:
+        return NOTHING
+    sealed = seq.warm.form.sealed
+    return Units.of(count * (group in sealed) for group, count in enumerate(seq.warm.units.counts))
+
+
 def keep_before(seq: Sequence) -> None:
     """What it holds stays beside what the seal that follows makes of it."""
     if seq.state is not None:

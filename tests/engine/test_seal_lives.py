@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -344,7 +345,7 @@ class Life:
         assert self.llm.arena.used_bytes == self.llm.tier.used_bytes == 0
 
 
-def run_lives(seeds: range, ahead: bool = False) -> Counter[str]:
+def run_lives(seeds: Iterable[int], ahead: bool = False) -> Counter[str]:
     seen: Counter[str] = Counter()
     for seed in seeds:
         try:
@@ -367,7 +368,7 @@ def test_random_lives() -> None:
 
 
 def test_random_lives_with_steps_launched_ahead() -> None:
-    seen = run_lives(range(100, 130), ahead=True)
+    seen = run_lives([*range(100, 130), 172], ahead=True)  # the last: a copy with a sealed part comes back into little memory
     assert seen["launched ahead"] > 100
     assert seen["sealed ahead"] > 20
     assert seen["sealed ahead for nothing"] > 0
