@@ -81,6 +81,11 @@ class SealJob(Protocol):
         """What the layer may keep: see Candidates. EngineFault where the method does not store K and V in the model's pages."""
         ...
 
+    def tail(self, layers: range, at: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V `[num_layers, num_kv_heads, n, head_dim]` of tokens of the tail, int64 `[n]`, in several layers at once.
+        EngineFault as above, and where the tail is empty."""
+        ...
+
     def positions(self) -> Tensor:
         """Logical position of each of the tail's tokens, ascending, int32 `[tail tokens]`."""
         ...
