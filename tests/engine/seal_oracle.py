@@ -286,11 +286,9 @@ class Follower:
         ids = seq.token_ids[: seq.num_prompt_tokens] + generated_ids
         if seq.state is not None and seq.request.chain_id is not None:
             length = min(common_prefix(ids, seq.token_ids), len(ids) - 1, seq.num_forwarded)
-            plays = self.plays.get(seq.seq_id, [])
-            if any(
-                play.line.length > seq.num_forwarded for play in plays
-            ):  # it ended before its last step, and before its seal
-                plays = self.before[seq.seq_id]
+            plays, before = self.plays.get(seq.seq_id, []), self.before.get(seq.seq_id, [])
+            if before and all(play.line.length > seq.num_forwarded for play in plays):
+                plays = before  # it ended before its last step, and before the seal that came with it
             cuts = [play.line.cut(length) for play in plays] if not seq.replayed else []
             points = self.points.setdefault(seq.request.chain_id, [])
             points += [line for line in cuts if line is not None and not any(line.same(each) for each in points)]
