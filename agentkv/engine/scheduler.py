@@ -19,7 +19,7 @@ from agentkv.engine.oracle import Cost, MemoryOracle
 from agentkv.engine.preempt import Tally, rivals, shed, tell_preempted, tell_resumed, victims
 from agentkv.engine.queue import WaitingQueue, shares
 from agentkv.engine.reading import in_chunks, look_again, next_run, wanted
-from agentkv.engine.seals import held_by, keep_before, seal, seal_due, seal_works, sealed_copy, stand, undo
+from agentkv.engine.seals import room_beside, seal, seal_ahead, seal_due, seal_works, sealed_copy, stand, undo
 from agentkv.engine.units import NOTHING, Units
 from agentkv.engine.work import SealWork, TableUpdate, Work
 from agentkv.types import Miss
@@ -150,12 +150,11 @@ class Scheduler:
         going = followers(self.running, before)
         due = [seq for seq in going if seal_due(seq)]
         batch = Batch(rows=[])
-        if going and self._room_beside(due):
-            self.batch = batch
+        if going and all(room_beside(seq) for seq in due):
+            self.batch, self._unsettled = batch, self._unsettled or bool(due)
             self.oracle.hold(True)
             for seq in due:
-                keep_before(seq)
-                batch.moves += self._seal(seq, prompt_end=False)
+                batch.moves += seal_ahead(seq)
             for seq in going:
                 work = self._append(batch, seq, [0], seq.num_forwarded)
                 work.sample = work.follows = True
@@ -172,12 +171,6 @@ class Scheduler:
                 self._promise(seq)
         if self._unsettled:
             self.settle()
-
-    def _room_beside(self, due: list[Sequence]) -> bool:
-        """Is there room, without a move of units, for what these hold beside what their seals make of it?"""
-        claimed = not due or self.oracle.claim(self.reserved_units + held_by(due))
-        self._unsettled |= bool(due)
-        return claimed and self._compactions == self.oracle.compactions
 
     # -- who runs
 

@@ -6,12 +6,10 @@ first, which copies nothing, and goes on where the token was the last: an answer
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from agentkv.engine.cache.state import Change
 from agentkv.engine.core import Sequence
 from agentkv.engine.units import NOTHING, Units
-from agentkv.engine.work import SealWork
+from agentkv.engine.work import SealWork, Work
 
 
 def seal_due(seq: Sequence) -> bool:
@@ -44,11 +42,6 @@ def seal_works(seq: Sequence, change: Change) -> list[SealWork]:
     return works
 
 
-def held_by(seqs: Iterable[Sequence]) -> Units:
-    """Units of their states."""
-    return sum((seq.state.units for seq in seqs if seq.state is not None), NOTHING)
-
-
 def sealed_copy(seq: Sequence) -> Units:
     """Units of the sealed part of its copy in host memory: it lies beside what the next seal makes of it."""
     if seq.warm is None:
@@ -57,10 +50,27 @@ def sealed_copy(seq: Sequence) -> Units:
     return Units.of(count * (group in sealed) for group, count in enumerate(seq.warm.units.counts))
 
 
-def keep_before(seq: Sequence) -> None:
-    """What it holds stays beside what the seal that follows makes of it."""
-    if seq.state is not None:
-        seq.before = seq.state.fork()
+def room_beside(seq: Sequence) -> bool:
+    """Is what the sequence is promised enough for the seal that is due, and a page of each group, before anything that the seal
+    lets go of returns?"""
+    state = seq.state
+    due = state.form.seal(state.held(False)) if state is not None and state.form.seal is not None else None
+    if state is None or due is None:
+        return True
+    wanted = [int(group in state.form.groups) for group in range(len(state.holdings))]
+    for group, units, keep in zip(state.form.sealed, due.units, due.keeps or (0,) * len(due.units), strict=True):
+        wanted[group] += units - keep
+    return Units.of(wanted).within(seq.reserved_units)
+
+
+def seal_ahead(seq: Sequence) -> list[Work]:
+    """Carry out the seal that is due, in the accounts. What was held before it stays, until `undo` or `stand`."""
+    assert seq.state is not None
+    seq.before = seq.state.fork()
+    change = seal(seq, prompt_end=False)
+    assert change is not None
+    seq.reserved_units = (seq.reserved_units - change.new_units).least(seq.peak_units)
+    return change.moves
 
 
 def undo(seq: Sequence) -> None:
