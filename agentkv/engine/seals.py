@@ -43,11 +43,11 @@ def seal_works(seq: Sequence, change: Change) -> list[SealWork]:
 
 
 def sealed_copy(seq: Sequence) -> Units:
-    """Units of the sealed part of its copy in host memory: it lies beside what the next seal makes of it."""
-    if seq.warm is None:
+    """Units of the sealed part of its copy in host memory, where it will lie beside what the seal of the prompt makes of it."""
+    warm, prompt = seq.warm, seq.num_prompt_tokens
+    if warm is None or warm.logical_length > prompt or warm.sealed_at >= prompt:
         return NOTHING
-    sealed = seq.warm.form.sealed
-    return Units.of(count * (group in sealed) for group, count in enumerate(seq.warm.units.counts))
+    return Units.of(count * (group in warm.form.sealed) for group, count in enumerate(warm.units.counts))
 
 
 def room_beside(seq: Sequence) -> bool:
