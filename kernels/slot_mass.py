@@ -24,12 +24,13 @@ def slot_mass(
     max_len: int,
     queries: int = 1,
     reduce: Literal["sum", "max"] = "sum",
+    bias: Tensor | None = None,
 ) -> Tensor:
     """For each slot the sum (or maximum) over a row's queries and its group's query heads of exp(score - lse).
 
-    q, pages, table, rows, lens, max_len and queries as in `ragged_decode`; all query tokens see all slots. lse:
-    `[num_rows * queries, num_heads]`, natural, of everything that the query attended to, these slots among it; -inf counts
-    for nothing.
+    q, pages, table, rows, lens, max_len, queries and bias as in `ragged_decode` (a bias may be longer); all query tokens see
+    all slots. lse: `[num_rows * queries, num_heads]`, natural, of everything that the query attended to, these slots among it;
+    -inf counts for nothing.
 
     Returns float32 (float64 for float64) `[num_rows, num_kv_heads, max_len]`, 0 past a head's length.
     """
@@ -43,7 +44,7 @@ def slot_mass(
     if q.is_cuda and q.dtype != torch.float64:
         from agentkv.kernels.slot_mass_triton import mass_of_slots
 
-        return mass_of_slots(members, pages, table, rows, lens, tops, scale, max_len, reduce == "max")
+        return mass_of_slots(members, pages, table, rows, lens, tops, scale, max_len, reduce == "max", bias)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     members, tops, table = members.to(wide), tops.to(wide).unsqueeze(-1), table[rows]
     heads = torch.arange(num_kv_heads, device=q.device).unsqueeze(1) * (pages.shape[1] > 1)
@@ -55,6 +56,9 @@ def slot_mass(
         entries = table[..., page].to(torch.int64).masked_fill(hidden, 0)
         keys = pages[entries, heads, 0, slots % pages.shape[3]].to(wide)
         scores = torch.matmul(members, keys.transpose(2, 3)) * scale
+        if bias is not None:
+            part = bias[..., first : first + BLOCK].to(wide)
+            scores[..., : part.shape[-1]] += part.unsqueeze(2)
         unseen = hidden.unsqueeze(2) | (tops == -torch.inf)
         mass = scores.sub_(tops).exp_().masked_fill_(unseen, 0)
         parts.append(mass.sum(2) if reduce == "sum" else mass.amax(2))

@@ -18,9 +18,9 @@ PEAK_SLOTS = 128
 
 @triton.jit(do_not_specialize=["max_len"])
 def _mass_kernel(
-    q_ptr, pages_ptr, table_ptr, rows_ptr, lens_ptr, lse_ptr, out_ptr, scale, max_len,
-    page_stride, head_stride, row_stride, table_head_stride,
-    HEADS: tl.constexpr, MEMBERS: tl.constexpr, MEMBERS_PAD: tl.constexpr, MAXIMUM: tl.constexpr,
+    q_ptr, pages_ptr, table_ptr, rows_ptr, lens_ptr, lse_ptr, bias_ptr, out_ptr, scale, max_len,
+    page_stride, head_stride, row_stride, table_head_stride, bias_row_stride, bias_head_stride,
+    HEADS: tl.constexpr, MEMBERS: tl.constexpr, MEMBERS_PAD: tl.constexpr, MAXIMUM: tl.constexpr, HAS_BIAS: tl.constexpr,
     PAGE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SLOTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """SLOTS slots of one KV head of one row."""
@@ -39,6 +39,9 @@ def _mass_kernel(
     lse = tl.load(lse_ptr + own, mask=member < MEMBERS, other=float("-inf")) * 1.4426950408889634
     seen = lse > float("-inf")
     score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    if HAS_BIAS:
+        bias_line = bias_ptr + row.to(tl.int64) * bias_row_stride + head * bias_head_stride
+        score += (tl.load(bias_line + slot, mask=live, other=0.0) * 1.4426950408889634)[None, :]
     mass = tl.exp2(score - tl.where(seen, lse, 0.0)[:, None])
     mass = tl.where(seen[:, None] & live[None, :], mass, 0.0)
     total = tl.max(mass, 0) if MAXIMUM else tl.sum(mass, 0)
@@ -83,6 +86,7 @@ def mass_of_slots(
     scale: float,
     max_len: int,
     maximum: bool,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """As `slot_mass`, with query tokens and query heads of a KV head together: q `[num_rows, num_kv_heads, members, head_dim]`,
     lse `[num_rows, num_kv_heads, members]`; table int32 `[max_rows, num_kv_heads, max_pages]`."""
@@ -90,9 +94,12 @@ def mass_of_slots(
     out = torch.empty(num_rows, num_kv_heads, max_len, dtype=torch.float32, device=q.device)
     if out.numel():
         _mass_kernel[(triton.cdiv(max_len, SLOTS), num_kv_heads, num_rows)](
-            q.contiguous(), pages, table, rows, lens.contiguous(), lse.contiguous(), out, scale * 1.4426950408889634, max_len,
+            q.contiguous(), pages, table, rows, lens.contiguous(), lse.contiguous(), lse if bias is None else bias, out,
+            scale * 1.4426950408889634, max_len,
             pages.stride(0), pages.stride(1) if pages.shape[1] > 1 else 0, table.stride(0), table.stride(1),
+            *((0, 0) if bias is None else bias.stride()[:2]),
             HEADS=num_kv_heads, MEMBERS=members, MEMBERS_PAD=max(16, triton.next_power_of_2(members)), MAXIMUM=maximum,
+            HAS_BIAS=bias is not None,
             PAGE=pages.shape[3], DIM=head_dim, DIM_PAD=max(16, triton.next_power_of_2(head_dim)), SLOTS=SLOTS,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         )  # fmt: skip

@@ -12,7 +12,8 @@ from torch import Tensor
 from agentkv.engine.core import SLOT
 from agentkv.engine.form import Held
 from agentkv.engine.sparse import Keep, Kept, ModelShape, Most, Needs, Plain, Read, SparseMethod, StateSpec
-from agentkv.engine.view import AttentionView, DeviceBatch, PagedKV, Part, RowMass, Selection
+from agentkv.engine.view import AttentionView, DecodeMass, DeviceBatch, PagedKV, Part, RowMass, Selection
+from agentkv.kernels.kept_scores import DEAD, ScorePages, grow, hiding, strike_lowest
 from agentkv.kernels.reference import probabilities
 from agentkv.kernels.top_positions import top_positions
 from agentkv.types import Exactness
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 
 _PAGE = 16
 _LEAST = 1e-6
-_DEAD = -1.0
-"""The score of a token that was evicted and still lies in its slot; real scores are sums of probabilities."""
+_NEVER = 2**31 - 1
+"""A budget of which no head has more."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,6 @@ class H2O(SparseMethod):
     reuse: ClassVar[Literal["radix", "chain"]] = "chain"
     exactness: ClassVar[Exactness] = "lossy"
     counts_on_host: ClassVar[bool] = False
-    graph_safe: ClassVar[bool] = False
     seals_into: ClassVar[Literal["stripe", "head", "states"] | None] = "stripe"
 
     def __post_init__(self) -> None:
@@ -105,6 +105,12 @@ class H2O(SparseMethod):
         if batch.sealed is None or self.eviction == "interval":
             return super().view(layer, selection, batch)
         sealed, (units, places) = batch.sealed.part(layer), batch.state("score")
+        if not batch.prefill:
+            front, back = self._scores(batch)
+            assert front is not None
+            sealed = replace(sealed, bias=hiding(front, layer))
+            table = batch.table_of(layer).from_front
+            return AttentionView((sealed, Part(PagedKV(batch.pages(layer)), table, hiding(back, layer))))
         before, own = batch.table_of(layer).apart(batch.counts)
         payload, tail = PagedKV(batch.pages(layer)), places.table.apart(batch.counts)[0]
         return AttentionView(
@@ -120,6 +126,12 @@ class H2O(SparseMethod):
     ) -> None:
         """Every slot's score grows by what it received."""
         assert mass is not None
+        if isinstance(mass, DecodeMass):
+            front, back = self._scores(batch)
+            if front is not None and mass.sealed is not None:
+                grow(front, layer, mass.sealed)
+            grow(back, layer, mass.tail)
+            return
         units, places = batch.state("score")
         for index, row in enumerate(mass):
             received = row.tail if row.sealed is None else torch.cat([row.sealed, row.tail], 1)
@@ -135,22 +147,16 @@ class H2O(SparseMethod):
         """In each head that holds more than its budget, the lowest score older than the recent tokens dies."""
         if batch.prefill or batch.sealed is None or self.eviction == "interval":
             return
-        (olds, lines), (units, places) = batch.sealed.state("score"), batch.state("score")
-        lens = torch.stack([batch.sealed.lens(layer) for layer in range(units.shape[1])], 1)
-        for index, slots in enumerate(batch.sealed.host_slots):
-            if not slots:
-                continue
-            heavy, recent = self._budget(0, slots)
-            place = torch.arange(slots, device=lens.device)
-            sealed = lines[index, place // _PAGE], place % _PAGE
-            entries, offsets = (each[: max(0, len(each) - recent)] for each in places.table.chunk_plan[index])
-            scores = torch.cat([olds[sealed[0], :, :, sealed[1]], units[entries, :, :, offsets]])
-            number = torch.arange(len(scores), device=lens.device).view(-1, 1, 1)
-            live = (scores >= 0) & ((number < lens[index]) | (number >= slots))
-            lowest = scores.masked_fill(~live, torch.inf).amin(0)
-            victim = torch.where(live & (scores == lowest), number, -1).amax(0)
-            scores = scores.masked_fill((number == victim) & (live.sum(0) > heavy), _DEAD)
-            olds[sealed[0], :, :, sealed[1]], units[entries, :, :, offsets] = scores[:slots], scores[slots:]
+        front, back = self._scores(batch)
+        assert front is not None
+        bounds = batch.sealed.bounds
+        if isinstance(self.heavy, int):
+            heavy, recent = torch.full_like(bounds, self.heavy), torch.full_like(bounds, int(self.recent))
+        else:
+            heavy, recent = bounds, (bounds.double() * (self.recent / self.heavy)).to(torch.int64).clamp(min=1)
+        heavy = torch.where(bounds > 0, heavy, _NEVER)  # nobody has died where no prompt was sealed
+        older = (back.ends - recent.view(-1, 1, 1)).to(torch.int32)
+        strike_lowest(front, back._replace(ends=older), heavy.to(torch.int32))
 
     def seal(self, job: SealJob) -> Kept:
         """The heavy ones among the living that are older than what stays in the tail."""
@@ -159,7 +165,7 @@ class H2O(SparseMethod):
         stay = sum(max(0, end - max(start, floor)) for start, end in job.work.runs)
         valid = torch.stack([job.candidates(layer).valid for layer in range(len(scores))])
         older = scores.shape[2] - stay
-        scores = scores.masked_fill(~valid, _DEAD)[..., :older]
+        scores = scores.masked_fill(~valid, DEAD)[..., :older]
         counts = (scores >= 0).sum(2, dtype=torch.int32).clamp(max=job.work.seal.slots)
         chosen = top_positions(scores, min(job.work.seal.slots, older), counts=counts)
         return Kept(chosen.to(torch.int64), counts)
@@ -200,6 +206,20 @@ class H2O(SparseMethod):
                         scores[at] += more
             positions.append(kept)
         return Read(positions, *([x[seen, head] for head, seen in enumerate(positions)] for x in (k, v)))
+
+    def _scores(self, batch: DeviceBatch) -> tuple[ScorePages | None, ScorePages]:
+        """Of decode rows: those of the sealed part, if there is one, and those of the tail. Found once a step."""
+        if "scores" not in batch.scratch:
+            units, places = batch.state("score")
+            table, front = places.table.from_front, None
+            pages = table.entries[:, : -(-max(table.host_lens) // table.page_size)].to(torch.int64)
+            ends = table.lens.view(-1, 1, 1).expand(-1, *units.shape[1:3])
+            if batch.sealed is not None:
+                olds, lines = batch.sealed.state("score")
+                front = ScorePages(olds, lines, torch.zeros_like(table.lens), batch.sealed.all_lens())
+            batch.scratch["scores"] = front, ScorePages(units, pages.contiguous(), places.table.hidden, ends)
+        found: tuple[ScorePages | None, ScorePages] = batch.scratch["scores"]
+        return found
 
     def _budget(self, tokens: int, standing: int = 0) -> tuple[int, int]:
         """heavy and recent for so many tokens of a prompt. standing: slots that the last prompt's seal left."""

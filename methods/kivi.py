@@ -20,6 +20,8 @@ from agentkv.types import Exactness
 if TYPE_CHECKING:
     from agentkv.engine.sealed import SealJob
 
+_AT_ONCE = 8192
+"""Tokens whose keys and values are read at once, each layer's its own: a few in all layers."""
 _FLAGS = 256
 """Slots of a page of flags: one granule."""
 
@@ -104,10 +106,12 @@ class KIVI(SparseMethod):
         pages, layout = pages[first // self.group :], self._layout(shape.num_kv_heads, shape.head_dim)
         places = torch.arange(first, seal.floor, device=units.device)
         at, gone = self._stand_ins(job.positions(), places)
-        for layer in range(shape.num_layers):
-            found, payload = job.candidates(layer), QuantizedPages(units[:, layer], layout)
-            k, v = (torch.unflatten(x[:, at], 1, (-1, self.group)).transpose(0, 1) for x in (found.k, found.v))
-            store_pages(payload, pages, k, v, self.against)
+        step = max(1, _AT_ONCE // len(at))
+        for start in range(0, shape.num_layers, step):
+            layers = range(start, min(start + step, shape.num_layers))
+            found = (torch.unflatten(x, 2, (-1, self.group)).transpose(1, 2) for x in job.tail(layers, at))
+            for layer, k, v in zip(layers, *found, strict=True):
+                store_pages(QuantizedPages(units[:, layer], layout), pages, k, v, self.against)
         flags, into = torch.cat((job.items("gone"), gone.to(torch.uint8))), job.new("gone")[1]
         whole = first // _FLAGS
         padded = functional.pad(flags[whole * _FLAGS :], (0, -len(flags) % _FLAGS))

@@ -210,9 +210,7 @@ def graph(case: Case) -> str:
 
 
 def _replayed(case: Case) -> int:
-    """Play two turns out of graphs until their prompts are, too; how many steps were replayed."""
-    if case.method.needs.mass:  # told of rows as they are
-        return 0
+    """Play two turns out of graphs until their prompts are, too, where they can be; how many steps were replayed."""
     on_gpu, wanted, ids = case.loaded.device.type == "cuda", case.plain(1, 2), case.ids(1)
     graphs = Graphs[Any](CudaDevice(case.loaded.device) if on_gpu else RecordedDevice(), Buckets(slots=32))
     scene = case.scene(graphs=graphs)

@@ -24,14 +24,18 @@ Call = tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]
 
 
 class RecordedDevice:
-    """The CPU as a device with graphs. A capture runs the work once more: what a step writes twice is the same."""
+    """The CPU as a device with graphs. A capture runs the work once more, and takes back what it wrote."""
 
     device = torch.device("cpu")
 
     def capture(self, work: Callable[[], None]) -> RecordedGraph:
         """Every operation that torch dispatches, with its arguments and results. Failed for what a GPU could not capture."""
-        with NoReading(), NoWaiting(), _Recorder() as recorder:  # type: ignore[no-untyped-call]
-            work()
+        recorder = _Recorder()
+        try:
+            with NoReading(), NoWaiting(), recorder:  # type: ignore[no-untyped-call]
+                work()
+        finally:
+            recorder.take_back()
         return RecordedGraph(recorder.calls)
 
     def held_bytes(self) -> int:
@@ -60,15 +64,30 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Call] = []
+        self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+    def take_back(self) -> None:
+        """Whatever was written in place is as it was."""
+        for storage, before in self._before.values():
+            storage.copy_(before)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and note it."""
         name = func.overloadpacket.__name__
         if name in FROZEN and args[0].dim():
             raise Failed(f"{name} carries numbers of the host into a captured step")
+        self._keep(func, args, kwargs or {})
         made = func(*args, **(kwargs or {}))
         self.calls.append((func, args, kwargs or {}, _tensors(made)))
         return made
+
+    def _keep(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Copy what the operation is about to write into, the first time."""
+        for place, parameter in enumerate(func._schema.arguments):
+            given = kwargs.get(parameter.name) if place >= len(args) else args[place]
+            if parameter.alias_info is not None and parameter.alias_info.is_write and isinstance(given, Tensor):
+                storage = given.untyped_storage()
+                self._before.setdefault(storage.data_ptr(), (storage, storage.clone()))  # type: ignore[no-untyped-call]
 
 
 def _tensors(tree: Any) -> list[Tensor]:

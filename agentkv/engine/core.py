@@ -245,8 +245,9 @@ class Sequence:
     seal_at: logical length at which the prompt's seal is due, 0 after it and where the form has none. replays: runs that are
     still to be forwarded before it, None before they are known; replayed: tokens of the first that have been; run: its number.
     history: None where nothing is penalised. allowed: None where every token may come next. leader: the sequence whose prompt
-    this one waits for. shared_as: the prefix cache's name for this sequence while it holds its prompt there. drafter:
-    None where nothing is guessed.
+    this one waits for; head: one whose prompt begins as this one's does, see `demands.head_of`. shared_as: the prefix cache's
+    name for this sequence while it holds its prompt there. drafter: None where nothing is guessed. before: what it held before
+    a seal that was launched ahead of a token which may end it, until that is known.
 
     deadline: on the engine's clock. passed_over: steps in which others went first. guaranteed: it was owed service and runs
     to its end. wanted_units: what it would have taken when it was last tried. preemptions: how often it lost its row; computed:
@@ -282,6 +283,7 @@ class Sequence:
     history: History | None = None
     allowed: Callable[[], memoryview | None] | None = None
     leader: Sequence | None = None
+    head: Sequence | None = None
     shared_as: str | None = None
     deadline: float = inf
     passed_over: int = 0
@@ -292,6 +294,7 @@ class Sequence:
     warm: Warm | None = None
     paid: int = 0
     drafter: Drafter | None = None
+    before: KVState | None = None
 
     @property
     def num_forwarded(self) -> int:
@@ -320,11 +323,13 @@ class Sequence:
 
     @property
     def held(self) -> bool:
-        """Does it wait for the prompt of its leader? One that has run goes on by itself."""
-        leader = self.leader
-        if leader is None or self.preemptions:
+        """Does it wait for the prompt of its leader, or for one that is being read? One that has run goes on by itself."""
+        if self.preemptions:
             return False
-        return leader.status in (Status.WAITING, Status.RUNNING) and leader.prefilling
+        if self.head is not None and self.head.status is Status.RUNNING and self.head.prefilling:
+            return True
+        leader = self.leader
+        return leader is not None and leader.status in (Status.WAITING, Status.RUNNING) and leader.prefilling
 
 
 @dataclass(frozen=True, slots=True)

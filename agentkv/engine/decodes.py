@@ -105,7 +105,8 @@ def _attend_biased(
             shown = slots.clamp(max=bias.shape[2] - 1).unsqueeze(1).expand(-1, pages.shape[1], -1)
             bias = bias.gather(2, shown.to(torch.int64))
         bias = bias.masked_fill((slots < lines.starts.unsqueeze(1)).unsqueeze(1), -torch.inf)
-    return ragged_decode(q, pages, table.entries, table.rows, table.lens, scale, max_len=table.max_slots, bias=bias)
+    plan = table.work if q.is_cuda and q.dtype != torch.float64 else None
+    return ragged_decode(q, pages, table.entries, table.rows, table.lens, scale, max_len=table.max_slots, bias=bias, plan=plan)
 
 
 def _attend_coded(

@@ -7,10 +7,14 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
+from agentkv.engine.cache.intervals import common_prefix
 from agentkv.engine.core import History, Mask, Request, RowWork, Sequence, Status
 from agentkv.engine.lookup import Drafter
 from agentkv.errors import BadRequest, EngineFault
 from agentkv.types import Sampling
+
+LEAST_HEAD = 512
+"""Tokens that two prompts must share for one to wait until the other has read them."""
 
 
 def check_sampling(sampling: Sampling, vocab_size: int, *, text: bool) -> None:
@@ -44,6 +48,22 @@ def leader_of(request: Request) -> Sequence | None:
     ours, theirs = (request.key, request.edits), (leader.request.key, leader.request.edits)
     same = ours == theirs and request.token_ids == leader.token_ids[: leader.num_prompt_tokens]
     return leader if same else None
+
+
+def head_of(seq: Sequence, others: Iterable[Sequence], cached: int) -> Sequence | None:
+    """The sequence that has yet to read the most of what the new one's prompt begins with. It is worth waiting for where that
+    is LEAST_HEAD tokens beyond the `cached` ones, and half of what the other has to read: so nobody waits for much that it
+    would not have had to read itself. None where there is none, or where the new one goes before it.
+    """
+    found, longest = None, cached + LEAST_HEAD - 1
+    for other in others:
+        same = other.request.key == seq.request.key and not other.request.edits
+        if not same or not other.prefilling or other.request.priority < seq.request.priority:
+            continue
+        common = common_prefix(seq.request.token_ids, other.request.token_ids)
+        if common > longest and 2 * (common - cached) >= other.num_prompt_tokens - other.num_forwarded:
+            found, longest = other, common
+    return found
 
 
 def promote(closed: Sequence, others: Iterable[Sequence]) -> None:

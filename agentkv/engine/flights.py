@@ -68,8 +68,8 @@ class Flights:
 
 
 def followers(running: Iterable[Sequence], before: Batch) -> list[Sequence]:
-    """Who goes on behind a step whose draws are not known. Nobody, where anything else than one token for each may be due: a
-    prompt, an edit, a seal; or where a draw depends on the tokens before it, or a state could not be cut back by one."""
+    """Who goes on behind a step whose draws are not known. Nobody, where anything else than one token for each may be due, and
+    seals: a prompt, an edit; or where a draw depends on the tokens before it, or a state could not be cut back by one."""
     if not all(work.decodes and work.sample and not work.drafted for work in before.rows):
         return []
     under_way, going = {work.seq_id for work in before.rows}, []
@@ -85,8 +85,7 @@ def _steady(seq: Sequence) -> bool:
     state = seq.state
     if state is None or seq.seal_at or seq.pending_edits or seq.history is not None or seq.allowed is not None:
         return False
-    form = state.form
-    return not form.mutable and (form.seal is None or form.seal(state.held(False)) is None)
+    return not state.form.mutable
 
 
 def _checked(batch: Batch, drawn: list[int | None]) -> list[int | None]:

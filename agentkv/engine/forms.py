@@ -35,8 +35,8 @@ class Served:
 
     @property
     def replayable(self) -> bool:
-        """Can its decode steps be captured? Attention received is told of rows as they are, so the host must know these."""
-        return self.method.graph_safe and not self.method.needs.mass
+        """Can its decode steps be captured?"""
+        return self.method.graph_safe
 
     @property
     def extendable(self) -> bool:
@@ -188,8 +188,9 @@ def _sealing(
             counts[0] = min(rounded, counts[0] * heads)
         return tuple(counts)
 
-    def keeps(held: Held, made: tuple[int, ...]) -> tuple[int, ...]:
-        whole = [held.slots // group.page_size for group in groups]
+    def keeps(held: Held, made: tuple[int, ...], slots: int) -> tuple[int, ...]:
+        """Whole units, and all of them where nothing is added."""
+        whole = made if slots == held.slots else [held.slots // group.page_size for group in groups]
         stay = [0 if group.mutable or (by_head and i == 0) else whole[i] for i, group in enumerate(groups)]
         return tuple(min(pair) for pair in zip(stay, made, strict=True))
 
@@ -200,7 +201,8 @@ def _sealing(
         if not (held.floor <= keep.floor <= held.tokens and keep.slots >= 0):
             raise EngineFault(f"{method.fingerprint} keeps {keep} of {held}: the floor lies outside what is held")
         made = units(keep)
-        return Seal(keep.floor, slots_of(keep), made, keeps(held, made) if keep.appends else (0,) * len(made))
+        stay = keeps(held, made, slots_of(keep)) if keep.appends else (0,) * len(made)
+        return Seal(keep.floor, slots_of(keep), made, stay)
 
     def bound(prompt: int, tokens: int) -> Bound:
         most = method.most(prompt, tokens)

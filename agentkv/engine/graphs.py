@@ -145,7 +145,8 @@ class Graphs(Generic[K]):
         return outputs
 
     def again(self) -> None:
-        """Queue the newest graph once more, on the numbers that it has: to measure it. Every replay writes the same."""
+        """Queue the newest graph once more, on the numbers that it has: to measure it. Every replay writes the same, but for
+        state that steps rewrite, which goes on."""
         self._kept[next(reversed(self._kept))].graph.replay()
 
     def stats(self) -> GraphStats:

@@ -15,7 +15,7 @@ from agentkv.engine.cache.pools import KVPools
 from agentkv.engine.cache.radix import RadixCache
 from agentkv.engine.cache.tiers import WarmTier
 from agentkv.engine.core import Batch, ChainInfo, Drawn, EngineConfig, Request, RowWork, Sequence, Status, StepOutput
-from agentkv.engine.demands import check_drawn, check_sampling, equip, leader_of, promote
+from agentkv.engine.demands import check_drawn, check_sampling, equip, head_of, leader_of, promote
 from agentkv.engine.device_memory import DeviceMemory
 from agentkv.engine.flights import Flight, Flights
 from agentkv.engine.lookup import agreed
@@ -136,6 +136,7 @@ class LLM:
             seq.deadline = self._clock() + request.timeout
         equip(seq, self.runner.vocab_size, self.config.lookup if self.pools.forms[request.form].truncates else 0)
         seq.leader = leader_of(request)
+        seq.head = self._head(seq) if chain is None or not chain.token_ids else None
         self.chains.open(request, seq)
         self._open[seq.seq_id] = seq
         if self.tokenizer is not None:
@@ -302,6 +303,15 @@ class LLM:
             least, most = (middle, most) if fits(middle) else (least, middle - 1)
         return least
 
+    def _head(self, seq: Sequence) -> Sequence | None:
+        """Whose prompt it waits for, to find a part of its own in the prefix cache."""
+        request = seq.request
+        if not self.radix.enabled or self.pools.windowed or self.pools.forms[request.form].reuse != "radix" or request.edits:
+            return None
+        return head_of(
+            seq, self._open.values(), self.radix.match(request.key, request.token_ids, len(request.token_ids)).length
+        )
+
     def _expire(self) -> list[StepOutput]:
         """End those whose deadline has passed, wherever they are; their chains stand at their last boundaries."""
         now, queue = self._clock(), self.scheduler
@@ -388,10 +398,12 @@ class LLM:
             if draws and seq.num_forwarded >= len(seq.token_ids) and seq.seq_id not in ahead:
                 self.scheduler.take_back(seq)
             if seq.finish_reason is not None:
+                self.memory.failed.pop(seq.seq_id, None)  # the seal of a next token that it does not have
                 self.scheduler.finish(seq)
             tokens = tuple(seq.token_ids[made:])
             scores = tuple(score for _, score in draws[: len(tokens)] if score is not None)
             outputs.append(StepOutput(seq, tokens, text, seq.status is not Status.RUNNING, scores))
+        self.scheduler.confirm()
         return outputs
 
     def _text(self, seq: Sequence, token: int) -> str:
@@ -414,6 +426,7 @@ class LLM:
         self._streams.pop(seq.seq_id, None)
         self.chains.leave(seq)
         self.reuse.unshare(seq)
+        seq.head = None
         promote(seq, self._open.values())
 
     def _idle(self, chain_id: str) -> Chain | None:
@@ -436,10 +449,13 @@ class LLM:
         return self.scheduler.spare_units()
 
     def _end_failed(self) -> None:
-        """Sequences whose seals failed end (the next step tells of them); their chains stand at their last boundaries."""
-        failed, self.memory.failed = self.memory.failed, {}
+        """Sequences whose seals failed end (the next step tells of them); their chains stand at their last boundaries. Those
+        that may turn out to have ended before wait."""
+        failed = self.memory.failed
+        ahead = {seq_id for seq_id in failed if seq_id in self._open and self._open[seq_id].before is not None}
+        self.memory.failed = {seq_id: failed[seq_id] for seq_id in ahead}
         for seq_id, fault in failed.items():
-            if seq_id in self._open:
+            if seq_id in self._open and seq_id not in ahead:
                 seq = self._open[seq_id]
                 seq.fault = fault
                 self.abort(seq)

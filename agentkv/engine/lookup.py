@@ -12,7 +12,7 @@ from __future__ import annotations
 from array import array
 from itertools import takewhile
 
-from agentkv.engine.core import Draw, RowWork
+from agentkv.engine.core import Draw, RowWork, Sequence
 
 MOST_QUERIES = 8
 """Tokens that a decode row may forward in one step: the one that was drawn, and up to seven guesses."""
@@ -46,6 +46,12 @@ def share(num_rows: int, step_tokens: int) -> int:
     """
     room = min(ROOM, step_tokens // 2)
     return max(0, min(MOST_QUERIES - 1, room // num_rows - 1)) if num_rows else 0
+
+
+def drafted(seq: Sequence, most: int) -> list[int]:
+    """Guesses of what follows. What is promised to the sequence has room for them: they end before its last token."""
+    limit = min(most, seq.max_tokens - seq.num_generated - 1)
+    return seq.drafter.draft(limit) if seq.drafter is not None and limit > 0 else []
 
 
 def agreed(work: RowWork, token: int) -> list[Draw]:

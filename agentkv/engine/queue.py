@@ -115,6 +115,8 @@ class WaitingQueue:
         heapify(heap)
         while heap:
             place, seq = heappop(heap)
+            if seq.held:  # by one that has just been started
+                continue
             if self.order(seq) > place:
                 heappush(heap, (self.order(seq), seq))
             else:

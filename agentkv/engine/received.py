@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from agentkv.engine.gathered import gather_row
-from agentkv.engine.tables import RowTable
-from agentkv.engine.view import AttentionView, DeviceBatch, PagedKV, Part, RowMass
+from agentkv.engine.tables import HeadTable, RowTable
+from agentkv.engine.view import AttentionView, DecodeMass, DeviceBatch, PagedKV, Part, RowMass
 from agentkv.kernels.received_mass import received_mass
 from agentkv.kernels.slot_mass import slot_mass
 
@@ -26,7 +27,7 @@ def received(
     reduce: Literal["sum", "max"] = "sum",
     *,
     window: tuple[int, int] | None = None,
-) -> tuple[RowMass, ...]:
+) -> Sequence[RowMass]:
     """What the slots of each row of the batch received: exp(score - lse), summed (or the most) over the row's queries and the
     query heads of a group (arXiv 2306.14048).
 
@@ -39,29 +40,68 @@ def received(
         raise TypeError("attention received is counted where all slots are read, not of a selection")
     if any(len(set(starts)) > 1 for starts in last.table.host_starts):
         raise TypeError("attention received is not counted in layers that see a window only")
-    pages = [part.payload.pages for part in view.parts if isinstance(part.payload, PagedKV) and part.bias is None]
-    if batch.prefill or len(pages) < len(view.parts) or any(count != 1 for count in batch.counts):
-        by_part = [_of_rows(q, part, batch, lse, scale, reduce, own=part is last, window=window) for part in view.parts]
-    else:
-        by_part = [_of_decodes(q, each, part, lse, scale, reduce) for each, part in zip(pages, view.parts, strict=True)]
+    if not batch.prefill and all(count == 1 for count in batch.counts) and all(map(_by_slot, view.parts)):
+        return _of_decodes(q, view.parts, lse, scale, reduce)
+    if not last.table.exact:
+        raise TypeError("a captured step counts attention received of plain pages, hidden slots by a bias on all that is seen")
+    by_part = [_of_rows(q, part, batch, lse, scale, reduce, own=part is last, window=window) for part in view.parts]
+    return _by_row(by_part, last.table.first_slots)
+
+
+def _by_slot(part: Part) -> bool:
+    """Can its slots be told of together, from the page of each row's first visible one on? A bias is of all slots of a row."""
+    table = part.table
+    return isinstance(part.payload, PagedKV) and (part.bias is None or isinstance(table, HeadTable) or not table.cut)
+
+
+def _by_row(by_part: Sequence[Sequence[Tensor]], firsts: tuple[int, ...]) -> tuple[RowMass, ...]:
+    """by_part: of each part of the view, the last its tail, by row."""
     masses = []
-    for index, (*sealed, tail) in enumerate(zip(*by_part, strict=True)):
+    for first, *sealed, tail in zip(firsts, *by_part, strict=True):
         joined = torch.cat(sealed, 1) if any(each.shape[1] for each in sealed) else None
-        masses.append(RowMass(joined, tail, last.table.first_slots[index]))
+        masses.append(RowMass(joined, tail, first))
     return tuple(masses)
 
 
-def _of_decodes(q: Tensor, pages: Tensor, part: Part, lse: Tensor, scale: float, reduce: Literal["sum", "max"]) -> list[Tensor]:
-    """`[num_kv_heads, slots]` of each row's slots in one part; each row has one query, all rows together."""
-    if isinstance(part.table, RowTable):
-        table, hidden = part.table.visible(pages.shape[1])
-    else:
-        table, hidden = part.table, (0,) * len(part.table.lens)
+def _of_decodes(q: Tensor, parts: tuple[Part, ...], lse: Tensor, scale: float, reduce: Literal["sum", "max"]) -> DecodeMass:
+    """Rows with one query each, all together."""
+    *earlier, tail = [_of_slots(q, part, lse, scale, reduce) for part in parts]
+    last = parts[-1].table
+    assert isinstance(last, RowTable)
+    rows: tuple[RowMass, ...] = ()
+    if last.exact:
+        by_part = [
+            [mass[row, :, first:bound] for row, (first, bound) in enumerate(zip(*_bounds(part), strict=True))]
+            for mass, part in zip([*earlier, tail], parts, strict=True)
+        ]
+        rows = _by_row(by_part, last.first_slots)
+    sealed = earlier[0] if len(earlier) == 1 else torch.cat(earlier, 2) if earlier else None
+    return DecodeMass(sealed, tail, rows)
+
+
+def _of_slots(q: Tensor, part: Part, lse: Tensor, scale: float, reduce: Literal["sum", "max"]) -> Tensor:
+    """`[num_rows, num_kv_heads, max_slots]` of one part's slots, from the page of each row's first visible one on."""
+    assert isinstance(part.payload, PagedKV)
+    pages, table, early = part.payload.pages, part.table, None
+    if isinstance(table, RowTable):
+        early = table.hidden if table.cut else None
+        table, _ = table.visible(pages.shape[1])
     if not table.max_slots:
-        return [lse.new_zeros(table.lens.shape[1], 0) for _ in hidden]
+        return lse.new_zeros(*table.lens.shape, 0)
     lines = (table.entries, table.rows, table.lens)
-    mass = slot_mass(q, pages, *lines, lse, scale, max_len=table.max_slots, reduce=reduce)
-    return [mass[row, :, first:bound] for row, (first, bound) in enumerate(zip(hidden, table.bounds, strict=True))]
+    bias = None if part.bias is None else part.bias.expand(-1, table.lens.shape[1], -1)
+    mass = slot_mass(q, pages, *lines, lse, scale, max_len=table.max_slots, reduce=reduce, bias=bias)
+    if early is not None:
+        mass.masked_fill_(torch.arange(mass.shape[2], device=mass.device) < early.view(-1, 1, 1), 0)
+    return mass
+
+
+def _bounds(part: Part) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of each row the first of these slots that it sees, and where they end."""
+    if isinstance(part.table, RowTable):
+        found, hidden = part.table.visible(1)
+        return hidden, found.bounds
+    return (0,) * len(part.table.lens), part.table.bounds
 
 
 def _of_rows(

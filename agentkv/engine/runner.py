@@ -136,7 +136,7 @@ class ModelRunner:
             if job.num_old:
                 served.method.prune(job)
             return work.held.slots
-        if work.seal.slots:
+        if work.seal.slots and work.seal.keeps != work.seal.units:  # otherwise the tail is trimmed, and that is all
             kept = served.method.seal(job)
             if units is not None:
                 if kept is None:

@@ -14,11 +14,12 @@ from agentkv.engine.cache.state import Change
 from agentkv.engine.cache.tiers import Warm
 from agentkv.engine.core import Batch, EngineConfig, RowWork, Sequence, Status
 from agentkv.engine.flights import followers
-from agentkv.engine.lookup import share
+from agentkv.engine.lookup import drafted, share
 from agentkv.engine.oracle import Cost, MemoryOracle
 from agentkv.engine.preempt import Tally, rivals, shed, tell_preempted, tell_resumed, victims
 from agentkv.engine.queue import WaitingQueue, shares
 from agentkv.engine.reading import in_chunks, look_again, next_run, wanted
+from agentkv.engine.seals import room_beside, seal, seal_ahead, seal_due, seal_works, sealed_copy, stand, undo
 from agentkv.engine.units import NOTHING, Units
 from agentkv.engine.work import SealWork, TableUpdate, Work
 from agentkv.types import Miss
@@ -92,7 +93,8 @@ class Scheduler:
         self._retry = True
 
     def finish(self, seq: Sequence) -> None:
-        """It makes no more tokens: row and reservation are given back, the state stays."""
+        """It makes no more tokens: row and reservation are given back, the state stays, without a seal for the next token."""
+        undo(seq)
         self._leave_row(seq)
         self.waiting.clock.leave(seq)
         seq.status = Status.FINISHED
@@ -130,7 +132,7 @@ class Scheduler:
         room = self.config.step_tokens - (len(self.running) - len(decoding))
         guesses = share(len(decoding), room) if self.config.lookup else 0
         for seq in decoding:
-            self._add_row(batch, seq, 1, self._draft(seq, guesses))
+            self._add_row(batch, seq, 1, drafted(seq, guesses))
         self._add_chunks(batch)
         self.oracle.hold(False)
         if self._unsettled:
@@ -146,10 +148,13 @@ class Scheduler:
         if self.waiting or guessing or self._compactions != self.oracle.compactions:
             return Batch(rows=[])
         going = followers(self.running, before)
+        due = [seq for seq in going if seal_due(seq)]
         batch = Batch(rows=[])
-        if going:
-            self.batch = batch
+        if going and all(room_beside(seq) for seq in due):
+            self.batch, self._unsettled = batch, self._unsettled or bool(due)
             self.oracle.hold(True)
+            for seq in due:
+                batch.moves += seal_ahead(seq)
             for seq in going:
                 work = self._append(batch, seq, [0], seq.num_forwarded)
                 work.sample = work.follows = True
@@ -158,6 +163,14 @@ class Scheduler:
             if self._unsettled:
                 self.settle()
         return batch
+
+    def confirm(self) -> None:
+        """The tokens are known that a step was launched ahead of: seals between the two stand."""
+        for seq in self.running:
+            if stand(seq):
+                self._promise(seq)
+        if self._unsettled:
+            self.settle()
 
     # -- who runs
 
@@ -214,14 +227,14 @@ class Scheduler:
 
     def _offer(self, seq: Sequence, fresh: bool) -> tuple[Cost, Units]:
         """Give it the state that it would start from; what it would take beyond it, and what must be there for it to start."""
-        if seq.warm is not None and seq.warm.lost:
+        if seq.warm is not None and (fresh or seq.warm.lost):
             self._forget_copy(seq)
-        if seq.warm is not None:  # it will be put into units of its own: they cost what a start from nothing costs
+        if seq.warm is not None:  # it will be put into units of its own: they cost what a start from nothing costs, and more
             seq.pending_edits = list(normal_edits(seq.request.edits, seq.num_prompt_tokens))
         elif seq.state is None:
             self._resume(seq, fresh)
         cost = self._cost(seq)
-        return cost, cost.peak + self._owed_to_leader(seq)
+        return cost, cost.peak + sealed_copy(seq) + self._owed_to_leader(seq)
 
     def _owed_to_leader(self, seq: Sequence) -> Units:
         """What its running leader must have reserved in addition: it counts on pages behind its windows, or before its floor,
@@ -324,7 +337,7 @@ class Scheduler:
             edit = seq.pending_edits.pop(0)
             change = seq.state.remove(edit.removed, self.spare_units(seq))
             self._changed(batch, seq, change)
-            self._pruned += [(seq, work) for work in _of(seq, change)]
+            self._pruned += [(seq, work) for work in seal_works(seq, change)]
             self._promise(seq)
 
     # -- seals
@@ -350,17 +363,9 @@ class Scheduler:
 
     def _seal(self, seq: Sequence, *, prompt_end: bool) -> list[Work]:
         """The work of the seal that is due, if there is one. What it is promised follows from what it holds then."""
-        state = seq.state
-        if state is None or state.form.seal is None:
+        change = seal(seq, prompt_end=prompt_end)
+        if change is None:
             return []
-        held = state.held(prompt_end)
-        seal = state.form.seal(held)
-        if seal is None:
-            return []
-        change = state.seal(held, seal, seq.row)
-        _of(seq, change)
-        for group, first in enumerate(change.first_pages):
-            seq.table_from[group] = min(seq.table_from[group], first)
         self._promise(seq)
         return change.moves
 
@@ -395,11 +400,6 @@ class Scheduler:
             work.run, work.run_from = seq.run, seq.replayed
             seq.replayed += count
             seq.num_prefilled_tokens += count
-
-    def _draft(self, seq: Sequence, most: int) -> list[int]:
-        """Guesses of what follows. What is promised to the sequence has room for them: they end before its last token."""
-        limit = min(most, seq.max_tokens - seq.num_generated - 1)
-        return seq.drafter.draft(limit) if seq.drafter is not None and limit > 0 else []
 
     def take_back(self, seq: Sequence) -> None:
         """Guesses that did not come true lose their KV, and its units are promised to the sequence again."""
@@ -482,6 +482,7 @@ class Scheduler:
         self._retry = True
 
     def _drop_state(self, seq: Sequence) -> None:
+        stand(seq)
         if seq.state is not None:
             seq.state.release()
         seq.state = None
@@ -490,11 +491,3 @@ class Scheduler:
         if seq.warm is not None:
             self.oracle.forget(seq.warm)
         seq.warm = None
-
-
-def _of(seq: Sequence, change: Change) -> list[SealWork]:
-    """The seals and prunes of sealed parts in a change, marked as the sequence's."""
-    works = [work for work in change.moves if isinstance(work, SealWork)]
-    for work in works:
-        work.seq_id = seq.seq_id
-    return works

@@ -15,10 +15,12 @@ from agentkv.engine.work import SealWork
 
 class SealedRows(Protocol):
     """The sealed parts of a batch's rows. max_slots: most slots of a row in a layer and head, known on the host; host_slots:
-    the same by row. A row without a sealed part has length 0."""
+    the same by row; bounds: the same int64 `[num_rows]` on the device, exact in a captured step, too. A row without a sealed
+    part has length 0."""
 
     max_slots: int
     host_slots: tuple[int, ...]
+    bounds: Tensor
 
     def part(self, layer: int) -> Part:
         """What attention reads in the layer: every query of a row sees all of the row's slots."""
@@ -26,6 +28,10 @@ class SealedRows(Protocol):
 
     def lens(self, layer: int) -> Tensor:
         """Slots held, int32 `[num_rows, num_kv_heads]`."""
+        ...
+
+    def all_lens(self) -> Tensor:
+        """The same of all layers, int32 `[num_rows, num_layers, num_kv_heads]`."""
         ...
 
     def positions(self, layer: int) -> Tensor:
@@ -73,6 +79,11 @@ class SealJob(Protocol):
 
     def candidates(self, layer: int) -> Candidates:
         """What the layer may keep: see Candidates. EngineFault where the method does not store K and V in the model's pages."""
+        ...
+
+    def tail(self, layers: range, at: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V `[num_layers, num_kv_heads, n, head_dim]` of tokens of the tail, int64 `[n]`, in several layers at once.
+        EngineFault as above, and where the tail is empty."""
         ...
 
     def positions(self) -> Tensor:

@@ -68,7 +68,7 @@ class SealedPages:
         self.max_slots = max(host_slots)
         self.host_slots = host_slots
         self._pages, self._served, self._units = pages, served, units
-        self._rows, self._bounds = rows, bounds
+        self.bounds, self._rows = bounds, rows
 
     def part(self, layer: int) -> Part:
         """See `sealed.SealedRows`; a sealed part of states is for the method to view."""
@@ -78,6 +78,10 @@ class SealedPages:
     def lens(self, layer: int) -> Tensor:
         """See `sealed.SealedRows`."""
         return self._lens[:, layer]
+
+    def all_lens(self) -> Tensor:
+        """See `sealed.SealedRows`."""
+        return self._lens
 
     def positions(self, layer: int) -> Tensor:
         """See `sealed.SealedRows`."""
@@ -100,7 +104,7 @@ class SealedPages:
     @cached_property
     def _lens(self) -> Tensor:
         """int32 `[num_rows, num_layers, num_kv_heads]`: what the device knows, and nothing of rows without a sealed part."""
-        shape, bounds = self._served.shape, self._bounds.to(torch.int32).view(-1, 1, 1)
+        shape, bounds = self._served.shape, self.bounds.to(torch.int32).view(-1, 1, 1)
         if self._units is None:
             return bounds.expand(-1, shape.num_layers, shape.num_kv_heads)
         held = self._units.lens[self._pages.tables[self._served.lens][self._rows, 0].to(torch.int64)]

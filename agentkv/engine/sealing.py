@@ -78,6 +78,16 @@ class PagedSealJob:
         positions, valid = self._tail_positions.expand_as(index), self._all_valid
         return Candidates(lambda part: lines[self._first_places[part] + layer * self._layer_lines], positions, valid, 0, True)
 
+    def tail(self, layers: range, at: Tensor) -> tuple[Tensor, Tensor]:
+        """See `sealed.SealJob`."""
+        found, shape = self._tail_places, (len(layers), self.shape.num_kv_heads, len(at), self.shape.head_dim)
+        if found is None:
+            raise EngineFault("the tail of the sequence is empty")
+        heads = torch.arange(layers.start * shape[1], layers.stop * shape[1], device=self._device)
+        first = (heads * (self._layer_lines // shape[1])).unsqueeze(1)
+        k, v = (self.lines.lines[first + each[at]].view(shape) for each in (found.k, found.v))
+        return k, v
+
     def positions(self) -> Tensor:
         """See `sealed.SealJob`."""
         return self._tail_positions

@@ -268,7 +268,8 @@ class SparseMethod:
     def on_attention_end(
         self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None, mass: Sequence[RowMass] | None, batch: DeviceBatch
     ) -> None:
-        """Scores of a step: lse `[num_tokens, num_heads]` and mass by row where needed, else None."""
+        """Scores of a step: lse `[num_tokens, num_heads]` and mass by row where needed, else None. Of rows that decode one
+        token each mass is a `DecodeMass`; in a captured step there are no rows in it."""
 
     def on_layer_end(self, layer: int, hidden: Tensor, batch: DeviceBatch) -> None:
         """The layer's output `[num_tokens, hidden_size]`."""

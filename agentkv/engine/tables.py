@@ -112,6 +112,22 @@ class RowTable:
     def _visible(self) -> dict[int, tuple[HeadTable, tuple[int, ...]]]:
         return {}
 
+    @cached_property
+    def from_front(self) -> RowTable:
+        """The same of rows with one token each, their pages counted from the page of the first visible slot, all slots of which
+        are told of: it has no `starts`. entries: `[num_rows, max_pages]`."""
+        found, _ = self.visible(1)
+        return replace(
+            self, entries=found.entries, rows=found.rows, lens=found.lens[:, 0].contiguous(), starts=None, host_starts=(),
+            host_rows=tuple(range(len(self.host_rows))), host_lens=found.bounds,
+        )  # fmt: skip
+
+    @cached_property
+    def hidden(self) -> Tensor:
+        """int32 `[num_rows]` on the device: of rows with one token each, slots of the page of the first visible one that come
+        before it."""
+        return torch.zeros_like(self.lens) if self.starts is None else self.starts % self.page_size
+
     def apart(self, counts: tuple[int, ...]) -> tuple[RowTable, RowTable]:
         """The visible slots before the last counts[i] of row i, counted from the page of the first of them and wholly seen, and
         those last ones, which are the step's own tokens. TypeError where the table is not exact."""

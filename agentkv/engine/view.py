@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AttentionView",
+    "DecodeMass",
     "DeviceBatch",
     "GroupRows",
     "HeadTable",
@@ -91,6 +92,31 @@ class RowMass(NamedTuple):
     sealed: Tensor | None
     tail: Tensor
     first: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeMass(Sequence[RowMass]):
+    """The same of rows with one token each, all together; row by row where the host knows the rows, so not in a captured step.
+
+    sealed: float32 `[num_rows, num_kv_heads, slots]` of the view's earlier parts, None where it has none; tail: the same from
+    the page of each row's first visible slot on. 0 for what is no slot of a row, is not seen, or is hidden.
+    """
+
+    sealed: Tensor | None
+    tail: Tensor
+    rows: tuple[RowMass, ...]
+
+    @overload
+    def __getitem__(self, index: int) -> RowMass: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[RowMass, ...]: ...
+    def __getitem__(self, index: int | slice) -> RowMass | tuple[RowMass, ...]:
+        """By row."""
+        return self.rows[index]
+
+    def __len__(self) -> int:
+        """Rows that are told of one by one."""
+        return len(self.rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ METHODS: dict[str, dict[str, Any]] = {  # of those that can be replayed, with op
     "omnikv": {"budget": 24, "observers": (0,), "recent": 4},
     "kivi": {"group": 16, "residual": 32},
     "fp8_kv": {},
+    "h2o": {"heavy": 12, "recent": 8, "interval": 5},
 }
 
 

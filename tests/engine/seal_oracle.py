@@ -175,6 +175,8 @@ class Follower:
         self.llm, self.runner = llm, llm.runner
         self.kinds: tuple[Kind, ...] = llm.runner.kinds
         self.plays: dict[int, list[Play]] = {}
+        self.before: dict[int, list[Play]] = {}
+        """By sequence, before its last step, where that was launched without knowing its token."""
         self.points: dict[str, list[Line]] = {}
         self.replayed: dict[int, int] = {}
         self.restarts = 0
@@ -219,6 +221,7 @@ class Follower:
             self.restarts += seq.seq_id in self.plays
             assert plays, f"{seq.seq_id} continues at {work.position} from what nobody had"
         hashes, left = self.runner.made[work.seq_id], []
+        self.before[seq.seq_id] = [play.copy() for play in plays] if work.follows else []
         for play in plays:
             made, said = [], []
             for i, token in enumerate(work.tokens):
@@ -283,7 +286,10 @@ class Follower:
         ids = seq.token_ids[: seq.num_prompt_tokens] + generated_ids
         if seq.state is not None and seq.request.chain_id is not None:
             length = min(common_prefix(ids, seq.token_ids), len(ids) - 1, seq.num_forwarded)
-            cuts = [play.line.cut(length) for play in self.plays.get(seq.seq_id, [])] if not seq.replayed else []
+            plays, before = self.plays.get(seq.seq_id, []), self.before.get(seq.seq_id, [])
+            if before and all(play.line.length > seq.num_forwarded for play in plays):
+                plays = before  # it ended before its last step, and before the seal that came with it
+            cuts = [play.line.cut(length) for play in plays] if not seq.replayed else []
             points = self.points.setdefault(seq.request.chain_id, [])
             points += [line for line in cuts if line is not None and not any(line.same(each) for each in points)]
         self._calls[2](seq, generated_ids)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from graph_life import BUCKETS, COARSE, EXTENDED, METHODS, Counted, Life, play, talk
 
+from agentkv import methods
 from agentkv.check.models import tiny
 from agentkv.check.recorded import RecordedDevice
 from agentkv.engine.core import Request
@@ -141,11 +142,18 @@ def test_what_cannot_be_captured_runs_as_it_is_and_is_told_of_once(model: Loaded
     assert all("waits for the device" in why for why in found.failed.values())
 
 
-def test_attention_received_is_told_eagerly(model: LoadedModel) -> None:
-    life = Life(model, ("h2o",), graphs())
-    life.start("a", list(range(50)), 0, Sampling(max_tokens=5))
-    life.steps(20)
-    assert life.llm.runner.graphs.stats().eager == life.llm.runner.graphs.stats().captured == 0
+@pytest.mark.parametrize(
+    "options",
+    [{"heavy": 0.2, "recent": 0.1, "interval": 4}, {"heavy": 12, "recent": 8, "interval": 5, "eviction": "interval"}],
+)
+def test_scores_that_a_step_rewrites(model: LoadedModel, options: dict[str, Any]) -> None:
+    """Budgets that are shares of the row's prompt, and tokens that go in bursts: each replay goes on from the one before."""
+    method = methods.get("h2o", **options)
+    eager, replayed = (Life(model, (method,), each) for each in (None, graphs()))
+    assert play(replayed, 8) == play(eager, 8)
+    found = replayed.llm.runner.graphs.stats()
+    assert found.replays > found.captured > 0
+    assert not found.failed
 
 
 def test_few_graphs_are_kept(model: LoadedModel) -> None:

@@ -216,6 +216,24 @@ def test_what_holds_tiles_of_wide_keys_fits(built: dict[str, str], dtype: torch.
         paged_prefill(q[0], pages, table[0, 0], 600, 0.1, route="pages")
 
 
+def test_kept_scores(built: dict[str, str]) -> None:
+    from agentkv.kernels import kept_scores_triton as fused
+    from agentkv.kernels.kept_scores import ScorePages
+    from agentkv.kernels.slot_mass_triton import mass_of_slots
+
+    lens, table = torch.zeros(2, 8, dtype=torch.int32), torch.zeros(2, 8, 16, dtype=torch.int32)
+    bias, firsts = torch.zeros(2, 8, 256), torch.zeros(2, dtype=torch.int32)
+    rows = torch.arange(2)
+    mass_of_slots(torch.zeros(2, 8, 4, 128, dtype=BF16), paged()[0], table, rows, lens, bias[..., :4], 0.1, 256, False, bias)
+    units = torch.zeros(64, 36, 8, 16)
+    for ends in (torch.zeros(2, 36, 8, dtype=torch.int32), firsts.view(-1, 1, 1).expand(-1, 36, 8)):
+        scores = ScorePages(units, torch.zeros(2, 16, dtype=torch.int64), firsts, ends)
+        fused.grow(scores, 3, bias)
+        fused.hiding(scores, 3)
+        fused.strike_lowest(scores, scores, firsts)
+    assert {"_mass_kernel", "_grow_kernel", "_hiding_kernel", "_strike_kernel"} <= built.keys()
+
+
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("biased", [False, True])
 def test_decode_over_codes(built: dict[str, str], bits: int, biased: bool) -> None:

@@ -131,6 +131,28 @@ def test_mass_by_slot_equals_loops(by_head: bool, queries: int) -> None:
                 assert torch.allclose(most[row, line, :length], torch.stack(want).amax(0), rtol=1e-12)
 
 
+@pytest.mark.parametrize("queries", [1, 3])
+def test_mass_of_slots_some_of_which_are_hidden(queries: int) -> None:
+    """Slots that a bias hides receive nothing, however large their scores are; the others what the softmax gives them."""
+    part = Part(torch.float64, True, queries)
+    bias = made(3, 2, 310, dtype=torch.float32)
+    bias[bias > 1] = -torch.inf
+    part.pages[part.table[2, 0, 1]] = 1e4  # a page of row 2 whose scores would overflow
+    bias[2, 0, 16:32] = -torch.inf
+    _, lse = part.run(bias[..., :300].contiguous())
+    mass = slot_mass(part.q, part.pages, part.table, part.rows, part.lens, lse, SCALE, max_len=300, queries=queries, bias=bias)
+    for row in range(3):
+        for line in range(2):
+            length, want = LENS[row][line], torch.zeros(300, dtype=torch.float64)
+            for token in range(row * queries, (row + 1) * queries) if length else ():
+                for head in (2 * line, 2 * line + 1):
+                    entries = part.table[part.rows[row], line].tolist()
+                    keys, _ = reference.read_row(part.pages[:, :1], entries, length)
+                    scores = keys[:, 0] @ part.q[token, head] * SCALE + bias[row, line, :length].double()
+                    want[:length] += torch.softmax(scores, 0)
+            assert torch.allclose(mass[row, line], want, rtol=1e-12)
+
+
 def test_nothing_at_all() -> None:
     part = Part(torch.float32, False, 1)
     part.lens.zero_()

@@ -244,12 +244,14 @@ def mass(q: torch.Tensor, *given: object) -> None:
     from agentkv.kernels.slot_mass_triton import mass_of_slots
 
     pages, table, rows, lens, lse, longest = given
-    for op in ("sum", "max"):
+    hidden = made(3, 2, longest + 3).masked_fill(made(3, 2, longest + 3) > 1, -torch.inf)
+    for op, bias in (("sum", None), ("max", None), ("sum", hidden), ("max", hidden[:, :1].expand(-1, 2, -1))):
         own = (table, rows, lens, lse, 0.3)
-        want = slot_mass(q.double(), pages.double(), *own, max_len=longest, reduce=op)
+        want = slot_mass(q.double(), pages.double(), *own, max_len=longest, reduce=op, bias=bias)
         heads = table if table.dim() == 3 else table.unsqueeze(1).expand(-1, 2, -1)
         placed = [each.to(DEVICE) for each in (q.view(3, 2, 2, 12), pages, heads, rows, lens, lse.float().view(3, 2, 2))]
-        assert far(mass_of_slots(*placed, 0.3, longest, op == "max"), want) < 1e-5
+        mine = mass_of_slots(*placed, 0.3, longest, op == "max", None if bias is None else bias.to(DEVICE))
+        assert far(mine, want) < 1e-5 * max(1.0, float(want.max()))
 
 
 CASES = [columns, paged_columns, bounds, positions, copies, rows, decode]

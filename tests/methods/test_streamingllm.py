@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from evicted import Engine, prompt
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 from twin import Twin
 
 from agentkv import methods
 from agentkv.engine.form import Held
+from agentkv.engine.work import SealWork
 from agentkv.errors import BadRequest, UnknownOption
 
 
@@ -32,6 +35,34 @@ def test_answers_read_the_first_and_the_newest(folder: Path, sinks: int, recent:
         for held in (turn.kept(0, 0), turn.kept(2, 1)):
             assert held == [j for j in range(prompt_length) if j < sinks or j >= prompt_length - recent]
     assert turn.prefilled == 10
+
+
+class Counting(TorchDispatchMode):
+    """How many operations are dispatched."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_tail_is_trimmed_without_the_device(folder: Path) -> None:
+    """Only the first seal writes; the others let go of pages."""
+    engine, counts = Engine(folder, "streamingllm", sinks=4, recent=20), list[int]()
+    seal = engine.llm.runner.seal
+
+    def counted(work: SealWork) -> int:
+        with Counting() as mode:
+            slots = seal(work)
+        counts.append(mode.count)
+        return slots
+
+    engine.llm.runner.seal = counted  # type: ignore[method-assign]
+    engine.turn(prompt(60), count=60)
+    assert counts[0] > 0
+    assert len(counts) > 3
+    assert not any(counts[1:])
 
 
 def test_what_is_short_is_dense(folder: Path) -> None:

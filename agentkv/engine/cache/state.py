@@ -311,11 +311,14 @@ class KVState:
         they are used up, pages that were read completely are let go and may be taken again (what others hold of them stays),
         so the moves must be carried out in order before anything else runs on the device. It must be `copy_units(intervals)`
         at least; ArenaFull otherwise, and then the state may only be released. Not much more than that is used: a prune is
-        there to lower the peak, not to raise it by a copy of everything behind the hole. A sealed part that has seen these
-        tokens is written anew without them.
+        there to lower the peak, not to raise it by a copy of everything behind the hole. Several groups take no more than that
+        at all: what is spare of one is spare of the other only once. A sealed part that has seen these tokens is written anew
+        without them.
         """
         self._live()
         removed = merged(clip(intervals, 0, self.logical_length))
+        if len(self.form.groups) > 1:
+            spare = spare.least(self.copy_units(removed))
         edits = normal_edits((*self.edits, Edit(self.logical_length + 1, tuple(removed))), self.logical_length + 1)
         work = self._work(None, None, tuple(removed)) if self._rewrites(removed) else None
         shifts = [
