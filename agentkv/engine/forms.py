@@ -40,8 +40,10 @@ class Served:
 
     @property
     def extendable(self) -> bool:
-        """Can steps in which its rows read short chunks be captured? What is held has to lie in pages of K and V."""
-        return self.replayable and self.method.stores and self.method.seals_into != "states"
+        """Can steps in which its rows read short chunks be captured? What is held has to lie in pages of K and V, and what
+        attention gave each slot is told of a prompt's rows as they are."""
+        method = self.method
+        return self.replayable and method.stores and method.seals_into != "states" and not method.needs.mass
 
 
 def model_shape(loaded: LoadedModel, page_size: int) -> ModelShape:
