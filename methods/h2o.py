@@ -135,7 +135,7 @@ class H2O(SparseMethod):
                 given = received[..., :slots].permute(2, 0, 1).to(olds.dtype)
                 olds[:, layers.start : layers.stop][lines[index, place // _PAGE], :, :, place % _PAGE] += given
             pages, mine = places.table.by_page(index, received[..., slots:].flatten(0, 1))
-            units[pages] += mine.unflatten(1, received.shape[:2]).to(units.dtype)
+            units[pages] += mine.reshape(len(pages), *units.shape[1:]).to(units.dtype)
 
     def on_step_end(self, batch: DeviceBatch) -> None:
         """In each head that holds more than its budget, the lowest score older than the recent tokens dies."""

@@ -76,7 +76,7 @@ def _measure(case: Case) -> Callable[[Rig], Measured]:
 
 
 def _rounds(rig: Rig) -> Rounds:
-    """Every method reads a prompt between two that dense reads, after one that does not count, whose kernels are. Once a run."""
+    """Every method reads a prompt between two that dense reads, after one of which the kernels are told alone. Once a run."""
     length, chunk, rounds = (160, 64, 2) if rig.tiny else (LENGTH, CHUNK, max(5, rig.repeats // 4))
     loaded = row_model(rig)
     texts = {DENSE: "dense"} | {case.name: case.tiny if rig.tiny else case.method for case in CASES}
