@@ -19,9 +19,13 @@ WIDEST = 1 << 15
 """Most bytes of a tile's keys, and of its queries: what a multiprocessor shares holds some of each."""
 
 
+NARROW = 32
+"""Most keys, and rows, of a tile in float32, which is no matter of matrix units: a larger one would not fit in registers."""
+
+
 class Tile(NamedTuple):
-    """members: most rows (query tokens times query heads of a KV head); keys: of a step; span: keys of a program, one step
-    behind another; warps: of a program; stages: tiles on their way or at work at once."""
+    """members: most rows (query tokens times query heads of a KV head); keys: most of a step; span: keys of a program, steps
+    behind one another; warps: of a program; stages: tiles on their way or at work at once."""
 
     members: int
     keys: int
@@ -218,7 +222,7 @@ def _shape(q: Tensor, pages: Tensor, tile: Tile) -> dict[str, Any]:
     num_queries, num_heads, head_dim = q.shape[1:]
     group_pad = triton.next_power_of_2(num_heads // pages.shape[1])
     dim_pad = max(16, triton.next_power_of_2(head_dim))
-    most = WIDEST // (dim_pad * q.element_size())
+    most = WIDEST // (dim_pad * q.element_size()) if q.dtype != torch.float32 else NARROW
     members = min(tile.members, most, triton.next_power_of_2(num_queries) * group_pad)
     return {
         "HEADS": pages.shape[1],
