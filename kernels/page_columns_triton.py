@@ -34,8 +34,8 @@ class Tile(NamedTuple):
     stages: int
 
 
-LSE = Tile(128, 64, 2048, 4, 3)
-FEW = Tile(128, 64, 2048, 4, 3)
+LSE = Tile(128, 64, 2048, 4, 5)
+FEW = Tile(128, 64, 2048, 4, 5)
 """Queries that fill one tile at most: they stay, and keys come by."""
 MANY = Tile(128, 64, 64, 4, 3)
 """More of them: one step of keys stays."""
