@@ -34,10 +34,10 @@ class Tile(NamedTuple):
     stages: int
 
 
-LSE = Tile(128, 64, 2048, 4, 5)
-FEW = Tile(128, 64, 2048, 4, 5)
+LSE = Tile(128, 64, 2048, 4, 3)
+FEW = Tile(128, 64, 2048, 4, 3)
 """Queries that fill one tile at most: they stay, and keys come by."""
-MANY = Tile(128, 64, 64, 4, 3)
+MANY = Tile(128, 128, 128, 4, 2)
 """More of them: one step of keys stays."""
 
 
