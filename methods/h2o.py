@@ -125,23 +125,29 @@ class H2O(SparseMethod):
         self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None, mass: Sequence[RowMass] | None, batch: DeviceBatch
     ) -> None:
         """Every slot's score grows by what it received."""
-        assert mass is not None
         if isinstance(mass, DecodeMass):
             front, back = self._scores(batch)
             if front is not None and mass.sealed is not None:
                 grow(front, layer, mass.sealed)
             grow(back, layer, mass.tail)
             return
+        if mass is not None:
+            self.on_window_mass(range(layer, layer + 1), [row.of_layers() for row in mass], batch)
+
+    def on_window_mass(self, layers: range, mass: Sequence[RowMass], batch: DeviceBatch) -> None:
+        """The same in several layers."""
         units, places = batch.state("score")
+        units = units[:, layers.start : layers.stop]
         for index, row in enumerate(mass):
-            received = row.tail if row.sealed is None else torch.cat([row.sealed, row.tail], 1)
+            received = row.tail if row.sealed is None else torch.cat([row.sealed, row.tail], 2)
             slots = 0 if batch.sealed is None else batch.sealed.host_slots[index]
             if batch.sealed is not None and slots:
                 olds, lines = batch.sealed.state("score")
                 place = torch.arange(slots, device=received.device)
-                olds[lines[index, place // _PAGE], layer, :, place % _PAGE] += received[:, :slots].T.to(olds.dtype)
-            pages, mine = places.table.by_page(index, received[:, slots:])
-            units[pages, layer] += mine.to(units.dtype)
+                given = received[..., :slots].permute(2, 0, 1).to(olds.dtype)
+                olds[:, layers.start : layers.stop][lines[index, place // _PAGE], :, :, place % _PAGE] += given
+            pages, mine = places.table.by_page(index, received[..., slots:].flatten(0, 1))
+            units[pages] += mine.reshape(len(pages), *units.shape[1:]).to(units.dtype)
 
     def on_step_end(self, batch: DeviceBatch) -> None:
         """In each head that holds more than its budget, the lowest score older than the recent tokens dies."""
@@ -163,9 +169,11 @@ class H2O(SparseMethod):
         assert job.work.seal is not None
         floor, scores = job.work.seal.floor, job.items("score")
         stay = sum(max(0, end - max(start, floor)) for start, end in job.work.runs)
-        valid = torch.stack([job.candidates(layer).valid for layer in range(len(scores))])
         older = scores.shape[2] - stay
-        scores = scores.masked_fill(~valid, DEAD)[..., :older]
+        if not job.candidates(0).whole:
+            valid = torch.stack([job.candidates(layer).valid for layer in range(len(scores))])
+            scores = scores.masked_fill(~valid, DEAD)
+        scores = scores[..., :older]
         counts = (scores >= 0).sum(2, dtype=torch.int32).clamp(max=job.work.seal.slots)
         chosen = top_positions(scores, min(job.work.seal.slots, older), counts=counts)
         return Kept(chosen.to(torch.int64), counts)

@@ -17,7 +17,8 @@ CHUNK, LENGTH = 2048, 32_768
 
 
 class Case(NamedTuple):
-    """A method as people write it, and for the tiny model; the most of dense's time that it may add, None: it is reported."""
+    """A method as people write it, and for the tiny model; the most of dense's time that it may add, None: it is reported, and
+    read once."""
 
     name: str
     method: str
@@ -31,6 +32,16 @@ CASES = (
     Case("h2o windowed", "h2o:window=32", "h2o:window=8,stride=64", 0.03),
     Case("h2o faithful", "h2o", "h2o", None),
 )
+DENSE = "dense"
+
+
+class Rounds(NamedTuple):
+    """taken: by method what each of its prompts took. beside: in the same order, what dense took right before and right after
+    it. kernels: by method, see `kernel_times`."""
+
+    taken: dict[str, list[Taken]]
+    beside: dict[str, list[tuple[Taken, Taken]]]
+    kernels: dict[str, dict[str, Any]]
 
 
 def added_rows() -> Iterator[Row]:
@@ -42,39 +53,46 @@ def added_rows() -> Iterator[Row]:
 
 
 def _measure(case: Case) -> Callable[[Rig], Measured]:
-    """The median over rounds of what the method's time on the device exceeds dense's of the same round by, in dense's time."""
+    """The median over prompts of what the method's time on the device exceeds the mean of its two neighbours by, in theirs:
+    a GPU's clock drifts by more than what is asked for."""
 
     def measure(rig: Rig) -> Measured:
         if "added" not in rig.kept:
             rig.kept["added"] = _rounds(rig)
-        taken, kernels = rig.kept["added"]
-        dense, mine = taken["dense"], taken[case.name]
-        pairs = list(zip(mine, dense, strict=True))
-        shares = [one.device_us / other.device_us - 1 for one, other in pairs]
+        rounds: Rounds = rig.kept["added"]
+        mine, pairs = rounds.taken[case.name], rounds.beside[case.name]
+        shares = [each.device_us * 2 / sum(one.device_us for one in pair) - 1 for each, pair in zip(mine, pairs, strict=True)]
         more = _told(mine) | {
             "method": case.tiny if rig.tiny else case.method,
             "added": shares,
-            "added_by_clock": [one.us / other.us - 1 for one, other in pairs],
+            "added_by_clock": [each.us * 2 / sum(one.us for one in pair) - 1 for each, pair in zip(mine, pairs, strict=True)],
             "chunk": CHUNK,
-            "kernels": kernels[case.name],
-            "dense": _told(dense) | {"kernels": kernels["dense"]},
+            "kernels": rounds.kernels[case.name],
+            "dense": _told(rounds.taken[DENSE]) | {"kernels": rounds.kernels[DENSE]},
         }
         return Measured([each.device_us for each in mine], median(shares), rig.matmul, "TFLOP/s", more=more)
 
     return measure
 
 
-def _rounds(rig: Rig) -> tuple[dict[str, list[Taken]], dict[str, dict[str, Any]]]:
-    """(by method what each round's prompt took, by method its kernels): dense and the methods take turns, after a round that
-    does not count. Once a run, so that all are told by the same dense."""
-    length, chunk, rounds = (160, 64, 2) if rig.tiny else (LENGTH, CHUNK, max(3, rig.repeats // 5))
+def _rounds(rig: Rig) -> Rounds:
+    """Every method reads a prompt between two that dense reads, after one of which the kernels are told alone. Once a run."""
+    length, chunk, rounds = (160, 64, 2) if rig.tiny else (LENGTH, CHUNK, max(5, rig.repeats // 4))
     loaded = row_model(rig)
-    texts = {"dense": "dense"} | {case.name: case.tiny if rig.tiny else case.method for case in CASES}
+    texts = {DENSE: "dense"} | {case.name: case.tiny if rig.tiny else case.method for case in CASES}
     engines = {name: Reading(loaded, methods.parse(text), length, chunk) for name, text in texts.items()}
-    prompts = random_prompts(rounds + 1, length, loaded.config.vocab_size, seed=0)
-    read = [{name: engine.read(prompt) for name, engine in engines.items()} for prompt in prompts][1:]
-    kernels = {name: kernel_times(partial(engine.read, prompts[0]), rig.device) for name, engine in engines.items()}
-    return {name: [each[name] for each in read] for name in engines}, kernels
+    first, *prompts = random_prompts(rounds + 1, length, loaded.config.vocab_size, seed=0)
+    kernels = {name: kernel_times(partial(engine.read, first), rig.device) for name, engine in engines.items()}
+    found = Rounds({name: [] for name in engines}, {case.name: [] for case in CASES}, kernels)
+    found.taken[DENSE].append(engines[DENSE].read(first))
+    for number, prompt in enumerate(prompts):
+        for case in CASES:
+            if case.most is not None or number == 0:
+                found.taken[case.name].append(engines[case.name].read(prompt))
+                found.taken[DENSE].append(engines[DENSE].read(prompt))
+                before, after = found.taken[DENSE][-2:]
+                found.beside[case.name].append((before, after))
+    return found
 
 
 def _told(taken: list[Taken]) -> dict[str, Any]:

@@ -185,7 +185,8 @@ def kernel_times(work: Work, device: torch.device) -> dict[str, Any]:
             synchronize(device)
     except RuntimeError:
         return {}
-    rows = [(each.key, each.self_device_time_total, each.count) for each in seen.key_averages()]
+    times_of = [(each.key, each.self_device_time_total, each.count) for each in seen.key_averages()]
+    rows = [row for row in times_of if row[1] > 0]  # the host's calls are there, too
     rows.sort(key=lambda row: -row[1])
     longest = [{"kernel": name[:120], "us": us, "launches": count} for name, us, count in rows[:24]]
     return {"us": sum(us for _, us, _ in rows), "launches": sum(count for *_, count in rows), "longest": longest}

@@ -16,6 +16,7 @@ IN_A_STEP = (
     "view",
     "finish",
     "on_attention_end",
+    "on_window_mass",
     "on_layer_end",
     "on_chunk_end",
     "on_step_end",

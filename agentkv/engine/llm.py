@@ -88,8 +88,10 @@ class LLM:
         flight = self._under_way() or self._flights.launch(self._schedule())
         self._end_failed()
         self._flight = self._follow(flight)
+        if flight.fault is None:
+            self._seal_prompts()
         drawn = flight.land()
-        outputs = self._collect(self._seal_prompts(self._accept(flight.batch, drawn)))
+        outputs = self._collect(self._accept(flight.batch, drawn))
         self.decoding.add(flight.batch, outputs, perf_counter() - started)
         return late + outputs
 
@@ -370,17 +372,15 @@ class LLM:
                 touched.append((seq, agreed(work, token)))
         return touched
 
-    def _seal_prompts(self, touched: list[Drawn]) -> list[Drawn]:
-        """Seal the prompts that the step ended, before anything else is done with their sequences. Which of those that the step
-        touched are still to be told of now."""
+    def _seal_prompts(self) -> None:
+        """Seal the prompts that the step ends, before anything else is done with their sequences: behind the step on the device
+        and while that is under way, since what it draws changes nothing of it."""
         try:
             self.scheduler.seal_prompts()
             self.memory.settle()
         except EngineFault as fault:
             self._lose_all(fault)
         self._end_failed()
-        lost = [seq for seq, _ in self._lost]
-        return [each for each in touched if each[0] not in lost]
 
     def _collect(self, touched: list[Drawn]) -> list[StepOutput]:
         """Turn new tokens into text and end what is complete."""

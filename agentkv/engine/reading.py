@@ -30,10 +30,11 @@ def next_run(seq: Sequence) -> tuple[int, ...] | None:
     state = seq.state
     assert state is not None
     if seq.replays is None:
-        replay, kept = state.form.replay, clip(state.runs, state.floor, seq.seal_at)
-        ids = [token for start, end in kept for token in seq.token_ids[start:end]]
-        seq.replays = [run for run in replay(state.held(True), ids) if run] if replay is not None else []
-        seq.run = 0
+        seq.replays, seq.run, replay = [], 0, state.form.replay
+        if replay is not None:
+            kept = clip(state.runs, state.floor, seq.seal_at)
+            ids = [token for start, end in kept for token in seq.token_ids[start:end]]
+            seq.replays = [run for run in replay(state.held(True), ids) if run]
     return seq.replays[0] if seq.replays else None
 
 

@@ -118,26 +118,33 @@ def _of_rows(
     """The same row by row. own: a row's last slots are its queries' own. window: see `received`."""
     masses = []
     for index, span in enumerate(batch.rows):
-        counted = _counted(span.position, span.end - span.start, window)
-        queries, tops = (_pick(each[span.start : span.end], counted) for each in (q, lse))
-        keys = _paged(part, index) if q.is_cuda and q.dtype != torch.float64 and counted else None
-        if keys is not None:
-            last = _pick(torch.arange(span.start - span.end + 1, 1, dtype=torch.int32, device=q.device), counted)
-            masses.append(_columns(queries, keys, tops, last * own + keys.length, scale, reduce))
-            continue
-        k, lens, bias = _keys(part, index, q.dtype)
-        num_kv_heads, length, _ = k.shape
-        if not length or not counted:
-            masses.append(lse.new_zeros(num_kv_heads, length))
-            continue
-        last = _pick(torch.arange(span.start - span.end + 1, 1, device=q.device), counted)
-        ends = (length + last * own).to(torch.int32)
-        bias = None if bias is None else bias[:, :length].expand(num_kv_heads, -1)
-        masses.append(received_mass(queries, k, tops, ends, scale, lens=lens, bias=bias, reduce=reduce))
+        runs = counted(span.position, span.end - span.start, window)
+        queries, tops = (pick(each[span.start : span.end], runs) for each in (q, lse))
+        last = pick(torch.arange(span.start - span.end + 1, 1, dtype=torch.int32, device=q.device), runs)
+        masses.append(of_row(queries, part, index, tops, last * own, scale, reduce))
     return masses
 
 
-def _paged(part: Part, index: int) -> PagedKeys | None:
+def of_row(
+    q: Tensor, part: Part, index: int, lse: Tensor, last: Tensor, scale: float, reduce: Literal["sum", "max"] = "sum"
+) -> Tensor:
+    """`[num_kv_heads, slots]` of the slots of the batch's row of that index in a part.
+
+    q: `[num_queries, num_heads, head_dim]`, some of the row's. last: int32 `[num_queries]`, 0 where a query sees all slots, -1
+    where it sees all but one, ...
+    """
+    keys = paged_keys(part, index) if on_pages(q) else None
+    if keys is not None:
+        return columns(q.unsqueeze(0), keys, lse.unsqueeze(0), last + keys.length, scale, reduce)[0]
+    k, lens, bias = _keys(part, index, q.dtype)
+    num_kv_heads, length, _ = k.shape
+    if not length or not len(q):
+        return lse.new_zeros(num_kv_heads, length)
+    bias = None if bias is None else bias[:, :length].expand(num_kv_heads, -1)
+    return received_mass(q, k, lse, length + last, scale, lens=lens, bias=bias, reduce=reduce)
+
+
+def paged_keys(part: Part, index: int) -> PagedKeys | None:
     """A row's keys where they lie, if they lie in pages of its own and none is hidden."""
     if not isinstance(part.payload, PagedKV) or not isinstance(part.table, RowTable) or part.bias is not None:
         return None
@@ -148,13 +155,21 @@ def _paged(part: Part, index: int) -> PagedKeys | None:
     return PagedKeys(part.payload.pages, 0, entries, first % table.page_size, table.host_lens[index] - first)
 
 
-def _columns(q: Tensor, keys: PagedKeys, lse: Tensor, ends: Tensor, scale: float, reduce: Literal["sum", "max"]) -> Tensor:
+def on_pages(q: Tensor) -> bool:
+    """May keys be read where they lie for these queries?"""
+    return q.is_cuda and q.dtype != torch.float64 and q.numel() > 0
+
+
+def columns(
+    q: Tensor, keys: PagedKeys, lse: Tensor, ends: Tensor, scale: float, reduce: Literal["sum", "max"] = "sum"
+) -> Tensor:
+    """`[num_layers, num_kv_heads, slots]` of such keys. See `paged_columns`."""
     from agentkv.kernels.page_columns_triton import paged_columns
 
-    return paged_columns(q.unsqueeze(0), keys, lse.unsqueeze(0), ends, scale, maximum=reduce == "max")[0]
+    return paged_columns(q, keys, lse, ends, scale, maximum=reduce == "max")
 
 
-def _counted(position: int, count: int, window: tuple[int, int] | None) -> list[tuple[int, int]]:
+def counted(position: int, count: int, window: tuple[int, int] | None) -> list[tuple[int, int]]:
     """Runs of a row's `count` queries from a logical position on that count."""
     if window is None:
         return [(0, count)]
@@ -164,7 +179,7 @@ def _counted(position: int, count: int, window: tuple[int, int] | None) -> list[
     return [(start, end) for start, end in runs if start < end]
 
 
-def _pick(values: Tensor, runs: list[tuple[int, int]]) -> Tensor:
+def pick(values: Tensor, runs: list[tuple[int, int]]) -> Tensor:
     """Those runs, one behind another."""
     if len(runs) == 1:
         return values[slice(*runs[0])]

@@ -18,6 +18,7 @@ from agentkv.engine.core import SLOT, WHOLE, StateGroup
 from agentkv.engine.form import Held
 from agentkv.engine.received import received
 from agentkv.engine.view import AttentionView, DeviceBatch, PageFill, RowMass, Selection
+from agentkv.engine.window_mass import WindowMass
 from agentkv.errors import BadRequest, EngineFault
 from agentkv.kernels.store_kv import Places, store_kv
 from agentkv.types import Exactness
@@ -268,8 +269,12 @@ class SparseMethod:
     def on_attention_end(
         self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None, mass: Sequence[RowMass] | None, batch: DeviceBatch
     ) -> None:
-        """Scores of a step: lse `[num_tokens, num_heads]` and mass by row where needed, else None. Of rows that decode one
-        token each mass is a `DecodeMass`; in a captured step there are no rows in it."""
+        """Scores of a step: lse `[num_tokens, num_heads]` and mass by row where needed, else None; also None where it is
+        counted by windows. Of rows that decode one token each mass is a `DecodeMass`; in a captured step there are no rows
+        in it."""
+
+    def on_window_mass(self, layers: range, mass: Sequence[RowMass], batch: DeviceBatch) -> None:
+        """Of a chunk where mass is counted by windows and a query counts: mass by row, of several layers at once."""
 
     def on_layer_end(self, layer: int, hidden: Tensor, batch: DeviceBatch) -> None:
         """The layer's output `[num_tokens, hidden_size]`."""
@@ -331,6 +336,11 @@ class Lifecycle:
 
     def __init__(self, batches: Iterable[tuple[SparseMethod, SparseMethod, DeviceBatch]]) -> None:
         self._batches = tuple(batches)
+        self._windows = {
+            batch.tokens.start: WindowMass(batch, method.needs.mass_window)
+            for method, _, batch in self._batches
+            if batch.prefill and method.needs.mass and method.needs.mass_window is not None
+        }
 
     def begin(self) -> None:
         """Before the first layer."""
@@ -374,9 +384,13 @@ class Lifecycle:
             raise TypeError(f"{type(reader).__name__} selects in prefill, where every slot is read: return None there")
         view, needs = reader.view(layer, selection, batch), method.needs
         done = attend(q, view, batch, scale, lse=needs.lse or needs.mass)
-        mass = None
+        mass, windows = None, self._windows.get(batch.tokens.start)
         if needs.mass and done.lse is not None:
-            mass = received(q, view, batch, scale, done.lse, window=needs.mass_window if batch.prefill else None)
+            if windows is None:
+                mass = received(q, view, batch, scale, done.lse)
+            else:
+                for layers, counted in windows.add(layer, q, view, done.lse, scale):
+                    method.on_window_mass(layers, counted, batch)
         out = method.finish(layer, done.out, batch)
         method.on_attention_end(layer, q, out, done.lse, mass, batch)
         return out

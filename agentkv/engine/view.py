@@ -87,11 +87,16 @@ class AttentionView:
 
 class RowMass(NamedTuple):
     """Attention that one row's slots received in a step, summed over its queries and the query heads of a group: float32
-    `[num_kv_heads, slots]` of the sealed part (None where there is none) and of the tail's slots from `first` on."""
+    `[num_kv_heads, slots]` of the sealed part (None where there is none) and of the tail's slots from `first` on. Of several
+    layers `[num_layers, num_kv_heads, slots]`."""
 
     sealed: Tensor | None
     tail: Tensor
     first: int
+
+    def of_layers(self) -> RowMass:
+        """The same as of several layers: of one."""
+        return RowMass(None if self.sealed is None else self.sealed.unsqueeze(0), self.tail.unsqueeze(0), self.first)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

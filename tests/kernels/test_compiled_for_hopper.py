@@ -37,11 +37,12 @@ def built(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
             if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
                 signature[parameter.name], constants[parameter.name] = "constexpr", value
             elif isinstance(value, torch.Tensor):
-                signature[parameter.name], aligned[(place,)] = "*" + KINDS[value.dtype], [["tt.divisibility", 16]]
+                signature[parameter.name] = "*" + KINDS[value.dtype]
             else:
                 signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
-                if isinstance(value, int) and value % 16 == 0:
-                    aligned[(place,)] = [["tt.divisibility", 16]]
+            whole = isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
+            if whole and not parameter.is_constexpr and not parameter.do_not_specialize:
+                aligned[(place,)] = [["tt.divisibility", 16]]
         source = ASTSource(self, signature, constants, aligned)
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         assert compiled.metadata.shared <= SHARED, f"{self.__name__} asks for {compiled.metadata.shared} bytes of shared memory"
@@ -170,8 +171,9 @@ def test_selection(built: dict[str, str]) -> None:
     keys, queries = PagedKeys(pages, 0, place.long(), 0, 60), torch.zeros(3, 32, 32, 128, dtype=BF16)
     lse = paged_lse(queries, keys, torch.zeros(32, dtype=torch.int32), 0.1)
     paged_columns(queries, keys, lse, torch.zeros(32, dtype=torch.int32), 0.1, by_head=True)
-    assert "wgmma" in built["_page_lse_kernel"]
-    assert "wgmma" in built["_page_column_kernel"]
+    for name in ("_page_lse_kernel", "_page_column_kernel"):
+        assert "wgmma" in built[name]
+        assert re.search(r"cp\.async\.c[ag]\.shared\.global .*, 0x10", built[name])
     peaks_of_slots(torch.zeros(2, 32, 256), torch.zeros(2, 32), lens)
     write_rows(torch.zeros(2, 32, 32, 128, dtype=BF16), place.long(), place.long(), q, place.long())
     assert {"_bounds_kernel", "_peak_kernel", "_place_kernel"} <= built.keys()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -64,27 +65,25 @@ def paged_columns(dtype: torch.dtype, size: int) -> None:
     layers, places = stripes.unbind(1), torch.randperm(20 * size, generator=torch.Generator().manual_seed(1))
     step = layer_step(layers)
     assert step is not None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "SPAN", 64)
-        for length, first, window in ((70 * size, 3, 9), (33, 0, 2)):
-            keys = module.PagedKeys(layers[0], step, places.to(DEVICE), first, length)
-            slots = torch.arange(first, first + length)
-            held = stripes.cpu()[places[slots // 4], :, :, 0, slots % 4].permute(1, 2, 0, 3)
-            q, ends = made(3, window, 6, 12, dtype=dtype), window_ends(window, 1, length, None, torch.device("cpu"))[0]
-            given = (ends.contiguous().to(DEVICE), 0.3)
-            summed = module.paged_columns(
-                q.to(DEVICE), keys, module.paged_lse(q.to(DEVICE), keys, *given), *given, by_head=True
-            )
+    small = module.Tile(members=32, keys=32, span=64, warps=4, stages=2)  # several spans, and several tiles of queries
+    for (length, first, window), tile in product(((70 * size, 3, 9), (33, 0, 2)), (None, small)):
+        keys = module.PagedKeys(layers[0], step, places.to(DEVICE), first, length)
+        slots = torch.arange(first, first + length)
+        held = stripes.cpu()[places[slots // 4], :, :, 0, slots % 4].permute(1, 2, 0, 3)
+        q, ends = made(3, window, 6, 12, dtype=dtype), window_ends(window, 1, length, None, torch.device("cpu"))[0]
+        given = (ends.contiguous().to(DEVICE), 0.3)
+        lse = module.paged_lse(q.to(DEVICE), keys, *given, tile=tile or module.LSE)
+        summed = module.paged_columns(q.to(DEVICE), keys, lse, *given, by_head=True, tile=tile)
+        for layer in range(3):
+            assert far(summed[layer], window_scores(q[layer].double(), held[layer].double(), 0.3, reduce="sum")) < 1e-4
+        lse, ends = made(3, window, 6) + 4, torch.arange(window, dtype=torch.int32) * length // window
+        lse[1, 1, 2] = -torch.inf
+        for op in ("sum", "max"):
+            own = (lse.to(DEVICE), ends.to(DEVICE), 0.3)
+            mine = module.paged_columns(q.to(DEVICE), keys, *own, maximum=op == "max", tile=tile)
             for layer in range(3):
-                assert far(summed[layer], window_scores(q[layer].double(), held[layer].double(), 0.3, reduce="sum")) < 1e-4
-            lse, ends = made(3, window, 6) + 4, torch.arange(window, dtype=torch.int32) * length // window
-            lse[1, 1, 2] = -torch.inf
-            for op in ("sum", "max"):
-                mine = module.paged_columns(q.to(DEVICE), keys, lse.to(DEVICE), ends.to(DEVICE), 0.3, maximum=op == "max")
-                for layer in range(3):
-                    own = (q[layer].double(), held[layer].double(), lse[layer].double(), ends, 0.3)
-                    want = received_mass(*own, reduce=op)
-                    assert far(mine[layer], want) < 1e-4 * max(1.0, float(want.max()))
+                want = received_mass(q[layer].double(), held[layer].double(), lse[layer].double(), ends, 0.3, reduce=op)
+                assert far(mine[layer], want) < 1e-4 * max(1.0, float(want.max()))
 
 
 def bounds(dtype: torch.dtype, size: int) -> None:

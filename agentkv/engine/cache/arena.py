@@ -222,23 +222,21 @@ class Arena:
 
     def free(self, cls: UnitClass, units: Iterable[int]) -> None:
         """Give units back. Raises ArenaError for a unit that is not handed out in this class."""
-        shelf = self.shelf(cls)
+        slab, base, end, gone, granules = None, 0, 0, 0, cls.granules
         for unit in units:
-            slab = self._slab_of(cls, unit)
-            bit = 1 << ((unit - slab.base) // cls.granules)
-            if slab.free & bit:
+            if not base <= unit < end:
+                if slab is not None:
+                    self._give_back(slab, gone)
+                slab = self._slab_of(cls, unit)
+                base, end, gone = slab.base, slab.end, 0
+            number, rest = divmod(unit - base, granules)
+            if rest:
+                raise ArenaError(f"{unit} is no unit of {cls.name!r}")
+            if slab is not None and (slab.free | gone) >> number & 1:
                 raise ArenaError(f"unit {unit} of {cls.name!r} freed twice")
-            del shelf.levels[slab.free_count][slab.base]
-            slab.free |= bit
-            slab.free_count += 1
-            shelf.free_units += 1
-            shelf.used -= 1
-            shelf.levels[slab.free_count][slab.base] = slab
-            self.used_granules -= cls.granules
-            if not slab.live:
-                shelf.empty[slab.base] = slab
-                if not self.sticky and shelf.free_units - slab.count >= shelf.claimed:
-                    self.lift(slab)
+            gone |= 1 << number
+        if slab is not None:
+            self._give_back(slab, gone)
 
     def used_units(self, cls: UnitClass) -> Iterator[int]:
         """Every unit of the class that is handed out."""
@@ -353,6 +351,21 @@ class Arena:
         carved = self._carve(list(self.ranges), cls, most)
         assert carved is not None, "the caller has seen that it fits"
         self.lay(cls, *carved)
+
+    def _give_back(self, slab: Slab, gone: int) -> None:
+        """Units of the slab are free again: bit i set, unit i."""
+        shelf, count = self.shelf(slab.cls), gone.bit_count()
+        del shelf.levels[slab.free_count][slab.base]
+        slab.free |= gone
+        slab.free_count += count
+        shelf.free_units += count
+        shelf.used -= count
+        shelf.levels[slab.free_count][slab.base] = slab
+        self.used_granules -= count * slab.cls.granules
+        if not slab.live:
+            shelf.empty[slab.base] = slab
+            if not self.sticky and shelf.free_units - slab.count >= shelf.claimed:
+                self.lift(slab)
 
     def _slab_of(self, cls: UnitClass, unit: int) -> Slab:
         shelf = self.shelf(cls)
