@@ -81,21 +81,21 @@ def run_gpu(
     result: dict[str, Any] = {**conditions, "tiny": tiny, "ceilings": rig.measure_ceilings(), "rows": [], "not_reached": []}
     if tell is not None:
         tell(f"{conditions['device']}: copy {rig.copy:.2f} TB/s, matmul {rig.matmul:.0f} TFLOP/s")
-    wanted = [part.strip() for part in rows.split(";") if part.strip()]
-    for row in all_rows():
+    wanted, lines = [part.strip() for part in rows.split(";") if part.strip()], all_rows()
+    kept = {row.name: before[row.name] for row in lines if row.name in before}
+    for row in lines:
         asked = any(part in row.name for part in wanted)
-        known = before.get(row.name)
-        if (known is not None and "error" not in known and not asked) or (wanted and not asked):
-            result["rows"] += [known] if known is not None else []
+        if not asked and (wanted or "error" not in kept.get(row.name, {"error": "not measured"})):
             continue
         if time.monotonic() - began > minutes * 60:
             result["not_reached"].append(row.name)
             continue
-        found = _one(row, rig)
-        result["rows"].append({**found, "commit": conditions["commit"]})
+        kept[row.name] = {**_one(row, rig), "commit": conditions["commit"]}
+        result["rows"] = [kept[each.name] for each in lines if each.name in kept]
         _write(out / FILE, result)
         if tell is not None:
-            tell(line(found))
+            tell(line(kept[row.name]))
+    result["rows"] = [kept[row.name] for row in lines if row.name in kept]
     result["not_built"] = list(NOT_BUILT)
     _write(out / FILE, result)
     where = crossover.summary(result)

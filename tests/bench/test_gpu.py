@@ -70,6 +70,24 @@ def test_a_run_goes_on_and_tries_again_what_failed(monkeypatch: pytest.MonkeyPat
     assert third["not_built"] == list(gpu.NOT_BUILT)
 
 
+def test_rows_that_a_run_does_not_come_to_stay_in_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whether its time is over, or it is killed: by then the row that was measured is written beside those of before."""
+    counted(monkeypatch)
+    given: dict[str, Any] = {"out": tmp_path, "device": "cpu", "tiny": True, "repeats": 1}
+    gpu.run_gpu(**given, commit="one")
+    late = gpu.run_gpu(**given, rows="a;b;c", minutes=-1.0, commit="two")
+    assert late["not_reached"] == ["a", "b", "c"]
+    assert [row["commit"] for row in late["rows"]] == ["one", "one", "one"]
+
+    def killed(text: str) -> None:
+        if text.startswith("a "):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        gpu.run_gpu(**given, rows="a;b;c", commit="three", tell=killed)
+    assert [row["commit"] for row in json.loads((tmp_path / "gpu.json").read_text())["rows"]] == ["three", "one", "one"]
+
+
 def test_no_row_begins_after_its_minutes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls = counted(monkeypatch)
     result = gpu.run_gpu(out=tmp_path, device="cpu", tiny=True, repeats=1, minutes=-1.0)

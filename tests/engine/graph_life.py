@@ -86,8 +86,9 @@ class Life:
 COARSE = Buckets((1, 2, 4, 8, 16, 32, 64), 512, (64, 512))
 """Coarse ones, so that short chunks often meet the same graph."""
 
-EXTENDED = {name for name in METHODS if name not in ("kivi", "fp8_kv")}
-"""Of those, the methods that hold K and V in pages, so that their short chunks can be replayed."""
+EXTENDED = {name for name in METHODS if name not in ("kivi", "fp8_kv", "h2o")}
+"""Of those, the methods that hold K and V in pages and are not told what a prompt's slots received: their short chunks can be
+replayed."""
 
 
 class Counted(Graphs[Any]):

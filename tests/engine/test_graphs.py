@@ -54,7 +54,7 @@ def test_all_methods_in_one_engine(model: LoadedModel, seed: int) -> None:
     assert not found.failed
 
 
-@pytest.mark.parametrize("name", ["dense", "snapkv", "adakv", "kivi"])
+@pytest.mark.parametrize("name", ["dense", "snapkv", "adakv", "kivi", "h2o"])
 def test_short_chunks_of_prompts_are_replayed(model: LoadedModel, name: str) -> None:
     counted = Counted(RecordedDevice(), COARSE)
     eager, replayed = (Life(model, (name,), each) for each in (None, counted))
