@@ -10,7 +10,6 @@ shapes say which. `python -m agentkv.bench.tune --out FOLDER`.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import time
@@ -26,6 +25,7 @@ from agentkv.bench.conditions import machine
 from agentkv.bench.device_times import Work, graph_of, times
 from agentkv.bench.gpu_rows import Rig, layers_of, small
 from agentkv.bench.paged_shapes import SHAPES, SHORT, Drawn, Shape, draw
+from agentkv.bench.tuning_command import run_tuner
 
 if TYPE_CHECKING:
     from agentkv.kernels.paged_decode import Merge
@@ -156,12 +156,7 @@ def common(result: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m agentkv.bench.tune", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder of tune.json")
-    parser.add_argument("--minutes", type=float, default=5.0)
-    parser.add_argument("--repeats", type=int, default=10)
-    given = parser.parse_args()
-    tune(**vars(given), tell=lambda text: print(text, flush=True))
+    run_tuner(tune, "tune", __doc__, "tune.json", minutes=5.0, repeats=10)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ there are; more have tiles of their own.
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import time
@@ -30,6 +29,7 @@ from agentkv.bench.conditions import machine
 from agentkv.bench.device_times import graph_of, times
 from agentkv.bench.expert_rows import MAPS, drawn_blocks
 from agentkv.bench.gpu_rows import Rig
+from agentkv.bench.tuning_command import run_tuner
 from agentkv.kernels.block_fp8 import BLOCK, dequantize_blocks
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def tune_map(drawn: Drawn, each: Map, most: int, rig: Rig) -> dict[str, Any]:
 
 
 def tune(
-    *, out: Path, seconds: float = 60.0, repeats: int = 5, device: str = "cuda", tiny: bool = False,
+    *, out: Path, minutes: float = 1.0, repeats: int = 5, device: str = "cuda", tiny: bool = False,
     maps: Sequence[Map] = MAPS, tell: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """All maps and numbers of rows that are begun in time: `out`/tune-block-linear.json has all, `out`/linear_block_fp8.json
@@ -200,7 +200,7 @@ def tune(
     if rig.device.type == "cuda":
         compile_all((tile, each) for most in MEASURED for each in maps for tile in tiles(each, most))
     for most, each in product(MEASURED, maps):
-        if time.monotonic() - began > seconds:
+        if time.monotonic() - began > minutes * 60:
             break
         found = tune_map(pools[each], each, most, rig)
         result["shapes"].append(found)
@@ -233,12 +233,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m agentkv.bench.tune_block_linear", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help=f"folder of {FILE} and linear_block_fp8.json")
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--repeats", type=int, default=5)
-    given = parser.parse_args()
-    tune(**vars(given), tell=lambda text: print(text, flush=True))
+    run_tuner(tune, "tune_block_linear", __doc__, f"{FILE} and linear_block_fp8.json", minutes=1.0, repeats=5)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ then the best of all with 8 tokens. A token's result may not depend on how many 
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -28,6 +27,7 @@ from torch.nn import functional
 from agentkv.bench.conditions import machine
 from agentkv.bench.device_times import graph_of, times
 from agentkv.bench.gpu_rows import Rig
+from agentkv.bench.tuning_command import run_tuner
 from agentkv.kernels.gate import gate
 
 if TYPE_CHECKING:
@@ -263,12 +263,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m agentkv.bench.tune_linear", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help=f"folder of {FILE} and linear.json")
-    parser.add_argument("--minutes", type=float, default=2.0)
-    parser.add_argument("--repeats", type=int, default=5)
-    given = parser.parse_args()
-    tune(**vars(given), tell=lambda text: print(text, flush=True))
+    run_tuner(tune, "tune_linear", __doc__, f"{FILE} and linear.json", minutes=2.0, repeats=5)
 
 
 if __name__ == "__main__":
