@@ -44,7 +44,8 @@ def test_numbers(rows: tuple[object, ...], tokens: int) -> None:
         runtime.warm_up(rows, tokens)  # type: ignore[arg-type]
 
 
-def test_command() -> None:
+def test_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # other tests compile into the one that all share
     found = CliRunner().invoke(app, ["warmup", "micro", "--rows", "1,2", "--tokens", "40", "--memory", "16MiB", "--json"])
     assert found.exit_code == 0, found.output
     report = json.loads(found.output.splitlines()[-1])
