@@ -49,20 +49,28 @@ def write(path: Path, *, doc: Path | None = None, data: Path = DATA) -> dict[str
     of `doc`. BadRequest where a file is not what it should be."""
     try:
         result = json.loads(path.read_text())
-        made = facts(result, str(path))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BadRequest(f"{path} is no gpu.json: {error}", hint="It is written by: agentkv bench gpu --out DIR") from None
-    if result["tiny"]:
+        made, lines, tiny = facts(result, str(path)), list(tables(result)), result["tiny"]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise BadRequest(f"{path} is no gpu.json: {why}", hint="It is written by: agentkv bench gpu --out DIR") from None
+    if tiny:
         raise BadRequest(f"{path} was measured in sizes for tests", hint="Run: agentkv bench gpu --out DIR, on a GPU")
     known = json.loads(data.read_text()) if data.exists() else {}
     if doc is not None:
-        before, mark, rest = doc.read_text().partition(BEGIN)
+        before, mark, rest = _page(doc).partition(BEGIN)
         _, end, after = rest.partition(END)
         if not mark or not end:
             raise BadRequest(f"{doc} lacks the lines {BEGIN!r} and {END!r}", param="doc")
-        doc.write_text("\n".join((before + BEGIN, "", *tables(result), "", END)) + after)
+        doc.write_text("\n".join((before + BEGIN, "", *lines, "", END)) + after)
     data.write_text(json.dumps({**known, made["device"]: made}, indent=1) + "\n")
     return made
+
+
+def _page(doc: Path) -> str:
+    try:
+        return doc.read_text()
+    except (OSError, ValueError) as error:
+        raise BadRequest(f"{doc} cannot be read: {error}", param="doc") from None
 
 
 def tables(result: dict[str, Any]) -> Iterator[str]:

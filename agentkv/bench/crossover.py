@@ -62,11 +62,12 @@ def smallest(cells: list[Cell]) -> dict[str, int | None]:
 
 
 def summary(result: dict[str, Any]) -> dict[str, Any]:
-    """What users are told, of a run's JSON: conditions, and by method its options, `smallest` and what was measured."""
-    told = {}
+    """What users are told, of a run's JSON: conditions, and by method its options, `smallest`, what was measured, when, and of
+    which commit: a file that was gone on with has rows of several."""
+    told, kept = {}, ("method", "date", "commit", "faster_from", "cells")
     for row in result["rows"]:
         if row["name"].startswith("crossover, ") and "cells" in row:
-            told[row["name"].rpartition(", ")[2]] = {key: row[key] for key in ("method", "faster_from", "cells")}
+            told[row["name"].rpartition(", ")[2]] = {key: row[key] for key in kept}
     return {key: result[key] for key in ("device", "date", "commit")} | {"model": MODEL, "methods": told}
 
 

@@ -123,15 +123,17 @@ def _told(error: Exception) -> str:
 
 
 def _before(path: Path, device: str, tiny: bool) -> dict[str, dict[str, Any]]:
-    """Rows by name of an earlier run on such a device."""
+    """Rows by name of an earlier run on such a device. BadRequest where the file is of another: it would be lost."""
     if not path.exists():
         return {}
     try:
         earlier = json.loads(path.read_text())
-        same = earlier["device"] == device and earlier["tiny"] == tiny
-        return {row["name"]: row for row in earlier["rows"]} if same else {}
-    except (ValueError, KeyError, TypeError):
+        of, rows = (earlier["device"], earlier["tiny"]), {row["name"]: row for row in earlier["rows"]}
+    except (OSError, ValueError, KeyError, TypeError):
         raise BadRequest(f"{path} is no result of this command", hint="Name another folder", param="out") from None
+    if of != (device, tiny):
+        raise BadRequest(f"{path} was measured on another device: {of[0]}", hint="Name another folder", param="out")
+    return rows
 
 
 def _write(path: Path, result: dict[str, Any]) -> None:

@@ -153,3 +153,32 @@ def test_the_command_says_what_it_did(tmp_path: Path, monkeypatch: pytest.Monkey
     path.write_text(json.dumps(measured()))
     result = CliRunner().invoke(app, ["bench", "backends", str(path)])
     assert result.output.strip() == "agentkv doctor now knows the NVIDIA Thing"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"tiny": None},
+        {"versions": None},
+        {"ceilings": {}},
+        {"rows": [row("paged decode attention 8x32K 32/8", 0.0, peer={"xqa_us": [1.0]})]},
+        {"rows": [row("page scores", 1.0, gain=2.0)]},
+    ],
+)
+def test_a_damaged_file_is_refused_whole(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    """Nothing is written, neither the doctor's data nor the page."""
+    given, page, data = tmp_path / "gpu.json", tmp_path / "gpu.md", tmp_path / "known.json"
+    whole = measured(**wrong)
+    given.write_text(json.dumps({key: value for key, value in whole.items() if key != "tiny" or value is not None}))
+    page.write_text(f"{backends.BEGIN}\n{backends.END}\n")
+    with pytest.raises(BadRequest, match="no gpu.json"):
+        backends.write(given, doc=page, data=data)
+    assert not data.exists()
+    assert page.read_text() == f"{backends.BEGIN}\n{backends.END}\n"
+
+
+def test_a_page_that_is_not_there_is_told_of(tmp_path: Path) -> None:
+    given = tmp_path / "gpu.json"
+    given.write_text(json.dumps(measured()))
+    with pytest.raises(BadRequest, match="cannot be read"):
+        backends.write(given, doc=tmp_path / "none.md", data=tmp_path / "known.json")

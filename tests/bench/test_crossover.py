@@ -35,7 +35,7 @@ def test_people_are_told_of_what_does_not_pay() -> None:
 
 def test_a_summary_has_the_rows_of_methods_alone() -> None:
     of = {"device": "H200", "date": "2026", "commit": "c"}
-    row = {"method": "quest", "faster_from": {"1": None}, "cells": [], "us": [1.0]}
+    row = {"method": "quest", "date": "2025", "commit": "b", "faster_from": {"1": None}, "cells": [], "us": [1.0]}
     rows = [{"name": "crossover, qwen3-4b, quest", **row}, {"name": "prefill"}, {"name": "crossover, x, kivi", "error": "e"}]
     made = summary({**of, "rows": rows, "ceilings": {}})
     row.pop("us")

@@ -101,6 +101,17 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
         gpu.run_gpu(out=tmp_path, device="cpu", tiny=True)
 
 
+def test_the_file_of_another_device_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    counted(monkeypatch)
+    given: dict[str, Any] = {"out": tmp_path, "device": "cpu", "tiny": True, "repeats": 1}
+    result = gpu.run_gpu(**given)
+    text = json.dumps({**result, "device": "NVIDIA H200"})
+    (tmp_path / "gpu.json").write_text(text)
+    with pytest.raises(BadRequest, match="NVIDIA H200"):
+        gpu.run_gpu(**given, rows="a")
+    assert (tmp_path / "gpu.json").read_text() == text
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match="GPU"):

@@ -177,6 +177,8 @@ class Follower:
         self.plays: dict[int, list[Play]] = {}
         self.before: dict[int, list[Play]] = {}
         """By sequence, before its last step, where that was launched without knowing its token."""
+        self.past: dict[int, list[Line]] = {}
+        """By sequence, what it had after each step: who answers the same prompt may have been given it before it was sealed."""
         self.points: dict[str, list[Line]] = {}
         self.replayed: dict[int, int] = {}
         self.restarts = 0
@@ -234,6 +236,7 @@ class Follower:
                 left.append(play)
         assert left, f"{self.kinds[work.form].name}: other KV than the history has"
         self.plays[seq.seq_id] = left
+        self.past.setdefault(seq.seq_id, []).extend(play.line.copy() for play in left)
 
     def _follow_replay(self, seq: Asked, work: RowWork) -> None:
         for play in self.plays[seq.seq_id]:
@@ -254,7 +257,8 @@ class Follower:
         sources += [(line, None) for line in self.points.get(request.chain_id or "", [])]
         for leader in (request.beside, seq.leader):
             if leader is not None:
-                sources += [(play.line, None) for play in self.plays.get(leader.seq_id, [])]
+                had = [play.line for play in (*self.plays.get(leader.seq_id, []), *self.before.get(leader.seq_id, []))]
+                sources += [(line, None) for line in (*had, *self.past.get(leader.seq_id, []))]
         sources.append((Line(kind), None))
         if kind.reuse == "radix":  # a function of the tokens
             scratch = Play(Line(kind), 1 << 30, [edit for edit in wanted if edit.at - 1 < length])

@@ -369,7 +369,8 @@ def test_random_lives() -> None:
 
 def test_random_lives_with_steps_launched_ahead() -> None:
     tight = [172, 329]  # a copy with a sealed part comes back into little memory; so does a prune of pages with state
-    seen = run_lives([*range(100, 130), *tight], ahead=True)
+    beside = [700151, 700301]  # an answer beside one that was sealed since, and beside one whose last seal was for nothing
+    seen = run_lives([*range(100, 130), *tight, *beside], ahead=True)
     assert seen["launched ahead"] > 100
     assert seen["sealed ahead"] > 20
     assert seen["sealed ahead for nothing"] > 0
