@@ -89,7 +89,7 @@ def _model(model: dict[str, Any]) -> Iterator[str]:
         tried = "not tried" if row["step_bytes"] is None else size(row["step_bytes"])
         yield f"method     {row['method']} ({row['exactness']}): a step {tried}, KV {size(row['kv_bytes_per_token'])} a token"
         if row["crossover"] is not None:
-            where = f"{row['crossover']['device']}, shape of {row['crossover']['model']}"
+            where = "{device}, shape of {model}, measured with {method}".format(**row["crossover"])
             yield f"           decode faster than dense with so many sessions ({where}): {told(row['crossover'])}"
         for group in row["groups"]:
             yield f"           {_group(group)}"

@@ -11,11 +11,13 @@ DATA = Path(__file__).resolve().parent / "data" / "crossover.json"
 
 
 def crossover(method: str) -> dict[str, Any] | None:
-    """Of a method as people write it, options apart: device, model, and faster_from: by sequences in a step the smallest
-    context in tokens, None for never. None where it was not measured."""
+    """Of a method as people write it: device, model, method: what was measured, which may have other options, and faster_from:
+    by sequences in a step the smallest context in tokens, None for never. None where it was not measured."""
     measured = _measured()
     found = measured["methods"].get(method.partition(":")[0])
-    return found and {"device": measured["device"], "model": measured["model"], "faster_from": found["faster_from"]}
+    if found is None:
+        return None
+    return {"device": measured["device"], "model": measured["model"], **{key: found[key] for key in ("method", "faster_from")}}
 
 
 def told(found: dict[str, Any] | None) -> str:

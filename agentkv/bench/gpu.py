@@ -72,6 +72,10 @@ def run_gpu(
     target = torch.device(device)
     if target.type == "cuda" and not torch.cuda.is_available():
         raise BadRequest("bench gpu measures an NVIDIA GPU, and torch sees none here", hint="Run it on a machine with one")
+    wanted, lines = [part.strip() for part in rows.split(";") if part.strip()], all_rows()
+    for part in wanted:
+        if not any(part in row.name for row in lines):
+            raise BadRequest(f"no row's name has {part!r} in it", param="rows", hint="docs/bench/gpu.md has the names")
     out.mkdir(parents=True, exist_ok=True)
     conditions = machine(target)
     conditions["commit"] = commit or conditions["commit"]
@@ -81,7 +85,6 @@ def run_gpu(
     result: dict[str, Any] = {**conditions, "tiny": tiny, "ceilings": rig.measure_ceilings(), "rows": [], "not_reached": []}
     if tell is not None:
         tell(f"{conditions['device']}: copy {rig.copy:.2f} TB/s, matmul {rig.matmul:.0f} TFLOP/s")
-    wanted, lines = [part.strip() for part in rows.split(";") if part.strip()], all_rows()
     kept = {row.name: before[row.name] for row in lines if row.name in before}
     for row in lines:
         asked = any(part in row.name for part in wanted)

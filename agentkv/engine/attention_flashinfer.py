@@ -118,10 +118,10 @@ def build(heads: Heads) -> None:
 
 
 def check(heads: Heads) -> None:
-    """BadRequest where the library is not installed, BadModel where it has no kernel for the model."""
-    if version() is None:
-        raise BadRequest("FlashInfer is not installed", hint="pip install 'agentkv[cuda]'", param="attention")
+    """BadModel where the library has no kernel for the model and device, BadRequest where it is not installed."""
     why = unserved(heads)
+    if why is None and version() is None:
+        raise BadRequest("FlashInfer is not installed", hint="pip install 'agentkv[cuda]'", param="attention")
     if why is not None:
         raise BadModel(f"FlashInfer's decode attention cannot be used: {why}", hint="Open the model with attention='auto'")
 

@@ -42,8 +42,8 @@ def test_a_summary_has_the_rows_of_methods_alone() -> None:
     assert made == {**of, "model": "qwen3-4b", "methods": {"quest": row}}
 
 
-def test_options_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = {"device": "H200", "model": "qwen3-4b", "methods": {"quest": {"faster_from": {"1": 8192}}}}
-    monkeypatch.setattr(runtime_crossover, "_measured", lambda: measured)
-    assert runtime_crossover.crossover("quest:budget=64") == {"device": "H200", "model": "qwen3-4b", "faster_from": {"1": 8192}}
+def test_other_options_are_told_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    of, quest = {"device": "H200", "model": "qwen3-4b"}, {"method": "quest", "faster_from": {"1": 8192}}
+    monkeypatch.setattr(runtime_crossover, "_measured", lambda: {**of, "methods": {"quest": {**quest, "cells": []}}})
+    assert runtime_crossover.crossover("quest:budget=64") == {**of, **quest}
     assert runtime_crossover.crossover("dense") is None

@@ -88,6 +88,12 @@ def test_rows_that_a_run_does_not_come_to_stay_in_the_file(monkeypatch: pytest.M
     assert [row["commit"] for row in json.loads((tmp_path / "gpu.json").read_text())["rows"]] == ["three", "one", "one"]
 
 
+def test_a_row_that_is_not_there_is_refused_at_the_door(tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match="'nonsense'"):
+        gpu.run_gpu(out=tmp_path / "new", device="cpu", tiny=True, rows="tables;nonsense")
+    assert not (tmp_path / "new").exists()
+
+
 def test_no_row_begins_after_its_minutes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls = counted(monkeypatch)
     result = gpu.run_gpu(out=tmp_path, device="cpu", tiny=True, repeats=1, minutes=-1.0)

@@ -68,13 +68,14 @@ def test_what_is_asked_for_and_cannot_be_is_refused(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.setattr(attention_flashinfer, "version", lambda: None)
+    with pytest.raises(BadModel, match="the model is on cpu"):
+        Runtime("micro", attention="flashinfer", **SMALL)
+    found: StandIn = request.getfixturevalue("library")
+    monkeypatch.setattr(attention_flashinfer, "version", lambda: None)
     with pytest.raises(BadRequest, match="not installed") as caught:
         Runtime("micro", attention="flashinfer", **SMALL)
     assert "agentkv[cuda]" in caught.value.hint
     monkeypatch.setattr(attention_flashinfer, "version", lambda: "0.6.3")
-    with pytest.raises(BadModel, match="the model is on cpu"):
-        Runtime("micro", attention="flashinfer", **SMALL)
-    found: StandIn = request.getfixturevalue("library")
     with pytest.raises(BadRequest, match="not built") as caught:
         Runtime("micro", attention="flashinfer", **SMALL)
     assert "agentkv warmup micro --flashinfer" in caught.value.hint
