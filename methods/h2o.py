@@ -221,8 +221,9 @@ class H2O(SparseMethod):
             units, places = batch.state("score")
             table, front = places.table.from_front, None
             widest = max(*table.host_lens, *batch.table_of(0).from_front.host_lens)  # captured, their bounds may differ
-            pages = table.entries[:, : -(-widest // table.page_size)].to(torch.int64)
-            pages = torch.nn.functional.pad(pages, (0, -(-widest // table.page_size) - pages.shape[1]))
+            count = -(-widest // table.page_size)
+            pages = table.entries[:, :count].to(torch.int64)
+            pages = torch.nn.functional.pad(pages, (0, count - pages.shape[1]))
             ends = table.lens.view(-1, 1, 1).expand(-1, *units.shape[1:3])
             if batch.sealed is not None:
                 olds, lines = batch.sealed.state("score")

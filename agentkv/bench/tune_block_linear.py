@@ -29,7 +29,7 @@ from agentkv.bench.conditions import machine
 from agentkv.bench.device_times import graph_of, times
 from agentkv.bench.expert_rows import MAPS, drawn_blocks
 from agentkv.bench.gpu_rows import Rig
-from agentkv.bench.tuning_command import run_tuner
+from agentkv.bench.tuning_command import failures, run_tuner
 from agentkv.kernels.block_fp8 import BLOCK, dequantize_blocks
 
 if TYPE_CHECKING:
@@ -227,8 +227,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
         lines[0] += f": {' '.join(f'{share:.1%}' for share in found['of_copy'])} of copy, same bits {found['same_bits']}"
     shown = [row for row in found["rows"] if "us" in row][:6]
     lines += [f"    {' '.join(f'{us:.2f}' for us in row['us'])} us {tuple(row['tile'].values())}" for row in shown]
-    failed = [row for row in found["rows"] if "why_not" in row]
-    return lines + [f"    failed: {tuple(row['tile'].values())} {row['why_not'][:100]}" for row in failed[:2]]
+    return lines + failures(found["rows"])
 
 
 def main() -> None:

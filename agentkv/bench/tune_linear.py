@@ -27,7 +27,7 @@ from torch.nn import functional
 from agentkv.bench.conditions import machine
 from agentkv.bench.device_times import graph_of, times
 from agentkv.bench.gpu_rows import Rig
-from agentkv.bench.tuning_command import run_tuner
+from agentkv.bench.tuning_command import failures, run_tuner
 from agentkv.kernels.gate import gate
 
 if TYPE_CHECKING:
@@ -257,8 +257,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
         lines += [f"    {count}: {row['us']:.2f} us {tuple(row['tile'].values())}" for row in shown if row["tokens"] == count][
             :6
         ]
-    failed = [row for row in found["rows"] if "why_not" in row]
-    return lines + [f"    failed: {tuple(row['tile'].values())} {row['why_not'][:100]}" for row in failed[:2]]
+    return lines + failures(found["rows"])
 
 
 def main() -> None:

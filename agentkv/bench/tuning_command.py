@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,3 +18,9 @@ def run_tuner(
     parser.add_argument("--repeats", type=int, default=repeats)
     given = parser.parse_args()
     tune(**vars(given), tell=lambda text: print(text, flush=True))
+
+
+def failures(rows: Iterable[dict[str, Any]]) -> list[str]:
+    """Lines for people: two of the tiles that did not run or were wrong, and why."""
+    failed = [row for row in rows if "why_not" in row]
+    return [f"    failed: {tuple(row['tile'].values())} {row['why_not'][:100]}" for row in failed[:2]]
