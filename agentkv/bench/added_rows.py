@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from agentkv import methods
 from agentkv.bench.decode_step import MODEL, kernel_times, row_model
+from agentkv.bench.device_times import synchronize
 from agentkv.bench.gpu_rows import Measured, Rig, Row
-from agentkv.bench.reading import Reading, Taken
+from agentkv.bench.reading import Reading
 from agentkv.bench.shapes import random_prompts
 
 CHUNK, LENGTH = 2048, 32_768
@@ -32,16 +33,6 @@ CASES = (
     Case("h2o windowed", "h2o:window=32", "h2o:window=8,stride=64", 0.03),
     Case("h2o faithful", "h2o", "h2o", None),
 )
-DENSE = "dense"
-
-
-class Rounds(NamedTuple):
-    """taken: by method what each of its prompts took. beside: in the same order, what dense took right before and right after
-    it. kernels: by method, see `kernel_times`."""
-
-    taken: dict[str, list[Taken]]
-    beside: dict[str, list[tuple[Taken, Taken]]]
-    kernels: dict[str, dict[str, Any]]
 
 
 def added_rows() -> Iterator[Row]:
@@ -53,47 +44,44 @@ def added_rows() -> Iterator[Row]:
 
 
 def _measure(case: Case) -> Callable[[Rig], Measured]:
-    """The median over prompts of what the method's time on the device exceeds the mean of its two neighbours by, in theirs:
-    a GPU's clock drifts by more than what is asked for."""
+    """A GPU's clock drifts by more than what is asked for, within seconds. So the method and dense read the same prompt side by
+    side, a chunk each in turn, and what a prompt takes is the sum, over its chunks, of each one's median over all prompts."""
 
     def measure(rig: Rig) -> Measured:
-        if "added" not in rig.kept:
-            rig.kept["added"] = _rounds(rig)
-        rounds: Rounds = rig.kept["added"]
-        mine, pairs = rounds.taken[case.name], rounds.beside[case.name]
-        shares = [each.device_us * 2 / sum(one.device_us for one in pair) - 1 for each, pair in zip(mine, pairs, strict=True)]
-        more = _told(mine) | {
-            "method": case.tiny if rig.tiny else case.method,
-            "added": shares,
-            "added_by_clock": [each.us * 2 / sum(one.us for one in pair) - 1 for each, pair in zip(mine, pairs, strict=True)],
-            "chunk": CHUNK,
-            "kernels": rounds.kernels[case.name],
-            "dense": _told(rounds.taken[DENSE]) | {"kernels": rounds.kernels[DENSE]},
+        length, chunk = (160, 64) if rig.tiny else (LENGTH, CHUNK)
+        loaded, method = row_model(rig), case.tiny if rig.tiny else case.method
+        pair = [Reading(loaded, methods.parse(text), length, chunk) for text in ("dense", method)]
+        count = 1 if case.most is None else max(2, rig.repeats // 2)
+        first, *prompts = random_prompts(1 + count, length, loaded.config.vocab_size, seed=0)
+        kernels = [kernel_times(partial(reading.read, first), rig.device) for reading in pair]
+        side_by_side(pair, first)
+        taken = [side_by_side(pair, prompt, first=number % 2) for number, prompt in enumerate(prompts)]
+        dense, mine = ([steps[which] for steps in taken] for which in (0, 1))
+        dense_us, mine_us = ([sum(steps) for steps in each] for each in (dense, mine))
+        typical, dense_typical = (sum(median(step) for step in zip(*each, strict=True)) for each in (mine, dense))
+        more = {
+            "method": method,
+            "chunk": chunk,
+            "typical_us": typical,
+            "steps_us": mine,
+            "added_by_prompt": [ours / theirs - 1 for ours, theirs in zip(mine_us, dense_us, strict=True)],
+            "kernels": kernels[1],
+            "dense": {"us": dense_us, "typical_us": dense_typical, "steps_us": dense, "kernels": kernels[0]},
         }
-        return Measured([each.device_us for each in mine], median(shares), rig.matmul, "TFLOP/s", more=more)
+        return Measured(mine_us, typical / dense_typical - 1, rig.matmul, "TFLOP/s", more=more)
 
     return measure
 
 
-def _rounds(rig: Rig) -> Rounds:
-    """Every method reads a prompt between two that dense reads, after one of which the kernels are told alone. Once a run."""
-    length, chunk, rounds = (160, 64, 2) if rig.tiny else (LENGTH, CHUNK, max(5, rig.repeats // 4))
-    loaded = row_model(rig)
-    texts = {DENSE: "dense"} | {case.name: case.tiny if rig.tiny else case.method for case in CASES}
-    engines = {name: Reading(loaded, methods.parse(text), length, chunk) for name, text in texts.items()}
-    first, *prompts = random_prompts(rounds + 1, length, loaded.config.vocab_size, seed=0)
-    kernels = {name: kernel_times(partial(engine.read, first), rig.device) for name, engine in engines.items()}
-    found = Rounds({name: [] for name in engines}, {case.name: [] for case in CASES}, kernels)
-    found.taken[DENSE].append(engines[DENSE].read(first))
-    for number, prompt in enumerate(prompts):
-        for case in CASES:
-            if case.most is not None or number == 0:
-                found.taken[case.name].append(engines[case.name].read(prompt))
-                found.taken[DENSE].append(engines[DENSE].read(prompt))
-                before, after = found.taken[DENSE][-2:]
-                found.beside[case.name].append((before, after))
-    return found
-
-
-def _told(taken: list[Taken]) -> dict[str, Any]:
-    return {"us": [each.device_us for each in taken], "by_clock_us": [each.us for each in taken]}
+def side_by_side(pair: list[Reading], prompt: list[int], *, first: int = 0) -> list[list[float]]:
+    """Of each engine the microseconds of each of its steps; the engines take turns, `first` before the other."""
+    sequences = [reading.add(prompt) for reading in pair]
+    taken: list[list[Callable[[], float]]] = [[] for _ in pair]
+    while any(reading.llm.has_work for reading in pair):
+        for which in (first, 1 - first):
+            if pair[which].llm.has_work:
+                taken[which].append(pair[which].step())
+    for reading, sequence in zip(pair, sequences, strict=True):
+        reading.end(sequence)
+    synchronize(pair[0].device)
+    return [[us() for us in steps] for steps in taken]

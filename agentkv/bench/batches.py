@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from agentkv import methods
-from agentkv.bench.crossover import LENGTHS, TINY
+from agentkv.bench.crossover import LENGTHS
 from agentkv.bench.decode_step import MODEL, row_model, row_step
 from agentkv.bench.gpu_rows import Measured, Rig, Row
 from agentkv.bench.injected import PAGE, peak_bytes
+from agentkv.bench.row_methods import TINY, row_method
 from agentkv.engine.core import EngineConfig
 from agentkv.engine.forms import serve
 from agentkv.engine.loader import LoadedModel
@@ -63,11 +64,8 @@ def _largest(rig: Rig, lengths: Sequence[int]) -> tuple[int, dict[str, dict[str,
     loaded, dense = row_model(rig), methods.get("dense")
     config = EngineConfig(0, max(lengths) + NEW + 1, page_size=PAGE, max_rows=64, step_tokens=2048)
     arena = plan_memory(loaded, config, dense).arena
-    texts = {"dense": "dense"} | {name: TINY[name] if rig.tiny else name for name in TINY}
+    served = {"dense": dense} | {name: row_method(rig, name) for name in TINY}
     return arena, {
-        name: {
-            str(length): largest_batch(loaded, methods.parse(text), arena, length, NEW, config.step_tokens)
-            for length in lengths
-        }
-        for name, text in texts.items()
+        name: {str(length): largest_batch(loaded, method, arena, length, NEW, config.step_tokens) for length in lengths}
+        for name, method in served.items()
     }

@@ -11,16 +11,11 @@ import torch
 from agentkv import methods
 from agentkv.bench.decode_step import MODEL, row_step
 from agentkv.bench.gpu_rows import Measured, Rig, Row
+from agentkv.bench.row_methods import TINY, row_method
 from agentkv.bench.shapes import SHAPES
 
 BATCHES, LENGTHS = (1, 8, 32), (8192, 32_768, 131_072)
 FILE = "crossover.json"
-TINY = {
-    "quest": "quest:budget=32", "omnikv": "omnikv:budget=40,observers=(0,)", "snapkv": "snapkv:capacity=64,window=16",
-    "kivi": "kivi:group=16,residual=32", "fp8_kv": "fp8_kv", "streamingllm": "streamingllm:recent=60",
-    "adakv": "adakv:capacity=64,window=16", "kvzip": "kvzip:chunk=64", "h2o": "h2o:heavy=16,recent=16",
-}  # fmt: skip
-"""The methods, and how each is set for the tiny model. On a GPU each has its own defaults."""
 
 
 class Cell(NamedTuple):
@@ -74,7 +69,7 @@ def summary(result: dict[str, Any]) -> dict[str, Any]:
 def _measure(name: str) -> Callable[[Rig], Measured]:
     def measure(rig: Rig) -> Measured:
         text = TINY[name] if rig.tiny else name
-        cells = [_cell(rig, text, rows, length) for rows, length in fitting(rig)]
+        cells = [_cell(rig, name, rows, length) for rows, length in fitting(rig)]
         more = {"method": text, "faster_from": smallest(cells), "cells": [cell._asdict() for cell in cells]}
         speed = max(cell.dense_us / cell.us for cell in cells)
         return Measured([cell.us for cell in cells], speed, rig.copy, "TB/s", more=more)
@@ -82,9 +77,9 @@ def _measure(name: str) -> Callable[[Rig], Measured]:
     return measure
 
 
-def _cell(rig: Rig, text: str, rows: int, length: int) -> Cell:
+def _cell(rig: Rig, name: str, rows: int, length: int) -> Cell:
     key = f"crossover dense {rows}x{length}"
     if key not in rig.kept:
         rig.kept[key] = median(row_step(rig, methods.get("dense"), [length] * rows, profile=False).us)
-    found = row_step(rig, methods.parse(text), [length] * rows, profile=False)
+    found = row_step(rig, row_method(rig, name), [length] * rows, profile=False)
     return Cell(rows, length, median(found.us), rig.kept[key], found.how)
