@@ -101,7 +101,10 @@ def _wanted(row: dict[str, Any]) -> str:
     if row["target"] is None:
         return "-"
     text = f"{'at most' if row['at_most'] else 'at least'} {row['target']:g}"
-    return text if row["met"] else f"{text}: not reached" if not row["value_met"] else f"{text}; the peer's gain not reached"
+    if row["met"]:
+        return text
+    but = row.get("short") or "the peer's gain not reached"
+    return f"{text}; {but}" if row["value_met"] else f"{text}: not reached"
 
 
 def _peer(row: dict[str, Any]) -> str:

@@ -18,9 +18,10 @@ from agentkv.bench.decode_step import Step, time_step
 from agentkv.bench.device_times import synchronize
 from agentkv.bench.expert_loads import expert_loads, idle_bytes, spread
 from agentkv.bench.gpu_rows import Measured, Rig, Row
-from agentkv.bench.injected import PAGE, DrawnRunner, Injected, read_prompts, shuffle_units
+from agentkv.bench.injected import PAGE, Injected, read_prompts, shuffle_units
 from agentkv.bench.shapes import draw_model, random_prompts
 from agentkv.engine.core import EngineConfig, Request, Sequence
+from agentkv.engine.drawn_runner import DrawnRunner
 from agentkv.engine.llm import LLM
 from agentkv.engine.loader import LoadedModel
 from agentkv.engine.sizing import MemoryPlan, plan_memory
@@ -46,6 +47,9 @@ class Setting:
 WHOLE = Setting("qwen3-30b-a3b-fp8", "snapkv:capacity=8192", 131_072, 8448, 512, 8448, 128)
 TINY = Setting("tiny-experts-fp8", "snapkv:capacity=48,window=16", 300, 100, 64, 64, 16)
 
+ALLOWED = 0.02
+"""By so much of it memory may differ from its accounts."""
+
 
 def capacity_rows() -> Iterator[Row]:
     """The model with experts, in block FP8."""
@@ -69,7 +73,19 @@ def _measure(rig: Rig) -> Measured:
     allowed = other["bytes_us"] / other["rows"] * mine["rows"] / mine["bytes_us"]
     planned = {name: getattr(plan, name) for name in ("usable", "weights", "step", "graphs", "arena")}
     more = mine | {"dense": other, "bytes_allow": allowed, "plan": planned}
-    return Measured(mine["us"], mine["tokens_per_s"] / other["tokens_per_s"], rig.copy, "TB/s", more=more)
+    short = unaccounted(mine["really_read"])
+    return Measured(mine["us"], mine["tokens_per_s"] / other["tokens_per_s"], rig.copy, "TB/s", more=more, short=short)
+
+
+def unaccounted(read: dict[str, Any]) -> str | None:
+    """What the accounts or the plan do not say within `ALLOWED`, None where they do: what the prompt that was read holds, and
+    that the device's peak is no more than planned."""
+    held, peak = read["held_over_accounted"], read["peak_over_planned"]
+    if abs(held - 1) > ALLOWED:
+        return f"a sealed prompt holds {held:.3f} of what was set aside for it"
+    if peak is not None and peak - 1 > ALLOWED:
+        return f"the device's peak was {peak:.3f} of the plan"
+    return None
 
 
 def _config(setting: Setting, memory: int = 0, max_rows: int | None = None) -> EngineConfig:
@@ -146,7 +162,7 @@ class _Reading:
         groups = injected.runner.groups
         held = sum(len(each.units) * groups[each.pool.group].stripe_bytes for each in sequence.state.holdings)
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-        planned = plan.weights + plan.arena + plan.step
+        planned = plan.weights + plan.arena + plan.step + plan.graphs
         return {
             "seconds": seconds,
             "tokens_per_s": sequence.num_prompt_tokens / seconds,

@@ -16,7 +16,8 @@ def line(row: dict[str, Any]) -> str:
     if "error" in row:
         return f"{row['name']:60} failed: {row['error'][:200]}"
     sign = "<=" if row["at_most"] else ">="
-    verdict = "met" if row["met"] else "met, but for a peer's gain" if row["value_met"] else "NOT MET"
+    but = row.get("short") or "a peer's gain"
+    verdict = "met" if row["met"] else f"met, but for {but}" if row["value_met"] else "NOT MET"
     wanted = "reported" if row["target"] is None else f"wanted {sign} {row['target']:.3g}"
     text = f"{row['name']:60} {row['median_us']:10.1f} us {row['value']:8.3f} {row['unit']}, {wanted}"
     if row["gain"] is not None:
@@ -54,7 +55,8 @@ def markdown(result: dict[str, Any]) -> str:
             continue
         alone = f"{row['bytes_us'] / 1e3:.2f} ms" if "bytes_us" in row else ""
         gain = "" if row["gain"] is None else f"; {_beside(row)}"
-        reached = f"{row['value']:.3g} {row['unit']}{gain}"
+        short = f"; {row['short']}" if row.get("short") else ""
+        reached = f"{row['value']:.3g} {row['unit']}{gain}{short}"
         met = "" if row["target"] is None else "yes" if row["met"] else "no"
         lines.append(f"| {row['name']} | {reached} | {_wanted(row)} | {met} | {row['median_us'] / 1e3:.2f} ms | {alone} |")
         longest = row.get("kernels", {}).get("longest", [])

@@ -75,7 +75,7 @@ class Rig:
 @dataclass
 class Measured:
     """us: every repeat, microseconds. value: in the row's unit. peer: what the same work took a peer in this run, or why_not.
-    gain: over the peer's better mode."""
+    gain: over the peer's better mode. short: what else the row must show and did not, None: nothing."""
 
     us: list[float]
     value: float
@@ -84,6 +84,7 @@ class Measured:
     peer: dict[str, Any] | None = None
     gain: float | None = None
     more: dict[str, Any] = field(default_factory=dict)
+    short: str | None = None
 
 
 @dataclass(frozen=True)
@@ -102,15 +103,16 @@ class Row:
         """The row as JSON."""
         signed = -1 if self.at_most else 1
         reached = self.target is None or signed * measured.value >= signed * self.target
-        met = reached and (self.gain is None or (measured.gain is not None and measured.gain >= self.gain))
+        gained = self.gain is None or (measured.gain is not None and measured.gain >= self.gain)
         return {
             "name": self.name,
             "unit": self.unit,
             "value": measured.value,
             "target": self.target,
             "at_most": self.at_most,
-            "met": met,
+            "met": reached and gained and measured.short is None,
             "value_met": reached,
+            "short": measured.short,
             "us": measured.us,
             "median_us": median(measured.us),
             "ceiling": {"value": measured.ceiling, "unit": measured.ceiling_unit},

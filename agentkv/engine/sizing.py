@@ -6,9 +6,10 @@ of pages.
 
 from __future__ import annotations
 
+import gc
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,8 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from agentkv.engine.attention_flashinfer import WORKSPACE
-from agentkv.engine.core import EngineConfig, Group, Request
+from agentkv.engine.core import EngineConfig, Group, Request, Sequence
 from agentkv.engine.devices import usable_memory
+from agentkv.engine.drawn_runner import DrawnRunner
 from agentkv.engine.forms import model_shape, serve
 from agentkv.engine.graphs import MOST_GRAPHS
 from agentkv.engine.limits import DEFAULT
@@ -115,30 +117,82 @@ def graph_bytes(loaded: LoadedModel, config: EngineConfig, step: int) -> int:
 
 def measure_step(loaded: LoadedModel, config: EngineConfig, method: SparseMethod) -> int:
     """Bytes that the largest steps take beside weights and KV: `step_tokens` tokens, over all rows or in one, every row drawing
-    in the dearest way, and the queries that are kept for seals. Raises BadModel where they do not fit."""
+    in the dearest way, and the queries that are kept for seals. On a GPU also the last step of a prompt that fills the window,
+    and its seal, where there is room for one. Raises BadModel where they do not fit."""
     each = max(1, min(config.step_tokens // config.max_rows, config.window - 1))
     one = min(config.step_tokens, config.window - 1)
     queries = QueryWindow.bytes(config.max_rows, model_shape(loaded, config.page_size), method.needs.query_window)
-    return queries + max(_measured(loaded, config, method, lengths) for lengths in ([each] * config.max_rows, [one]))
+    step = max(_tried(_first_step, loaded, config, method, lengths) for lengths in ([each] * config.max_rows, [one]))
+    if loaded.device.type == "cuda" and config.window - 1 > one:
+        room = usable_memory(loaded.device) - loaded.weight_bytes - queries - step
+        if _held_bytes(loaded, config, method, config.window) <= room:
+            step = max(step, _tried(last_step, loaded, config, method))
+    return queries + step
 
 
-def _measured(loaded: LoadedModel, config: EngineConfig, method: SparseMethod, lengths: list[int]) -> int:
-    memory = sum(_held_bytes(loaded, config, method, length) for length in lengths)
-    trial = replace(config, memory=memory, attention="triton")  # prompts are never read by a library's kernels
-    llm = LLM(trial, ModelRunner(loaded, trial, method), reuse="chain")
+def _tried(trial: Callable[..., int], loaded: LoadedModel, *given: Any) -> int:
+    """What a trial finds, rounded. Its engine goes at once: a cycle of objects would keep its arena beside the next one."""
+    found = trial(loaded, *given)
+    gc.collect()
+    if loaded.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return -(-found // STEP_ROUND) * STEP_ROUND
+
+
+def _first_step(loaded: LoadedModel, config: EngineConfig, method: SparseMethod, lengths: list[int]) -> int:
+    """Bytes beside KV of a step that reads prompts of these lengths whole."""
+    llm = _trial(loaded, config, method, lengths, ModelRunner)
     sampling = Sampling(max_tokens=1, temperature=1.0, top_p=0.9, min_p=0.01, repetition_penalty=1.1)
     for length in lengths:
         llm.add(Request(token_ids=[0] * length, sampling=sampling))
     with measured(loaded.device) as peak:
         outputs = llm.step()
-    faults = [output.seq.fault for output in outputs if output.seq.fault is not None]
+    _check([output.seq for output in outputs], loaded, sum(lengths))
+    return peak.bytes
+
+
+def last_step(loaded: LoadedModel, config: EngineConfig, method: SparseMethod) -> int:
+    """Bytes beside KV of the last `step_tokens` of a prompt that fills the window, and of its seal: they grow with what stands
+    before them, which is drawn, as are prompts that a method replays. 0 for a method that cannot go on from drawn KV. BadModel
+    as in `measure_step`."""
+    length = config.window - 1
+    llm = _trial(loaded, config, method, [length], DrawnRunner)
+    runner = llm.runner
+    assert isinstance(runner, DrawnRunner)
+    runner.ahead = False  # a step that was launched ahead would still be drawn
+    sequence = llm.add(Request(token_ids=[0] * length, sampling=Sampling(max_tokens=1, temperature=0.0)))
+    while sequence.num_forwarded + config.step_tokens < length and sequence.fault is None:
+        llm.step()
+    if sequence.fault is not None:
+        log.info("no prompt of a whole window was tried: %s", sequence.fault)
+        return 0
+    with measured(loaded.device) as peak:
+        runner.drawn = "nothing"
+        llm.step()
+        runner.drawn = "all"
+        while llm.has_work:
+            llm.step()
+    _check([sequence], loaded, config.step_tokens)
+    return peak.bytes
+
+
+def _trial(
+    loaded: LoadedModel, config: EngineConfig, method: SparseMethod, lengths: list[int], runner: type[ModelRunner]
+) -> LLM:
+    """An engine with memory for prompts of these lengths."""
+    memory = sum(_held_bytes(loaded, config, method, length) for length in lengths)
+    config = replace(config, memory=memory, attention="triton")  # prompts are never read by a library's kernels
+    return LLM(config, runner(loaded, config, method), reuse="chain")
+
+
+def _check(sequences: list[Sequence], loaded: LoadedModel, tokens: int) -> None:
+    faults = [sequence.fault for sequence in sequences if sequence.fault is not None]
     if faults:
         raise BadModel(
-            f"a step of {sum(lengths)} tokens cannot run beside the weights ({gib(loaded.weight_bytes)}) on {loaded.device}: "
+            f"a step of {tokens} tokens cannot run beside the weights ({gib(loaded.weight_bytes)}) on {loaded.device}: "
             f"{str(faults[0]).splitlines()[0]}",
             hint="Take a smaller model or dtype, or a device with more memory",
         )
-    return -(-peak.bytes // STEP_ROUND) * STEP_ROUND
 
 
 @contextmanager

@@ -16,16 +16,20 @@ DECODES = 24
 FEW, SHORT = 2, 32
 """Of those behind prompts of other lengths: a seal and a step are enough. SHORT: tokens of the turn behind them."""
 
+BESIDE = (4, 64)
+"""Tokens of prompts that are read beside decodes."""
+
 
 def warm_up(llm: LLM, rows: Sequence[int], tokens: int) -> Iterator[tuple[int, int, float]]:
     """Read prompts of so many tokens and decode behind them, in as many rows at once as `rows` say, form by form; (form, rows,
-    seconds) of each. Before a form's first, sessions whose prompts have other lengths: see `_others`. Nothing of all this
-    stays. Call it in the engine's thread. Rows or tokens that the engine has no room for are less."""
+    seconds) of each. Before a form's first, sessions whose prompts have other lengths, see `_others`, and prompts beside
+    decodes. Nothing of all this stays. Call it in the engine's thread. Rows or tokens that there is no room for are less."""
     length = max(1, min(tokens, llm.config.window - DECODES - 1))
     for form in range(len(llm.runner.forms)):
         began = perf_counter()
         for other in _others(llm, length):
             _session(llm, form, other)
+        _beside_decodes(llm, form)
         for count in sorted({min(each, llm.config.max_rows) for each in rows}):
             yield form, _run(llm, form, count, length, DECODES), perf_counter() - began
             began = perf_counter()
@@ -58,6 +62,23 @@ def _session(llm: LLM, form: int, length: int) -> None:
         ids += made
         llm.commit(seq, made)
     llm.drop(chain)
+
+
+def _beside_decodes(llm: LLM, form: int) -> None:
+    """Short prompts that are read while another row decodes: steps of a few tokens, and of more."""
+    sequences = []
+    for row, length in enumerate((SHORT, *BESIDE)):
+        try:
+            request = Request(
+                _ids(llm, row, min(length, llm.config.window - DECODES - 1)), Sampling(max_tokens=DECODES), form=form
+            )
+            sequences.append(llm.add(request))
+        except Capacity:
+            break
+        for _ in range(FEW + 1):
+            llm.step()
+    for seq in sequences:
+        llm.abort(seq)
 
 
 def _ids(llm: LLM, row: int, count: int) -> list[int]:

@@ -9,10 +9,10 @@ import torch
 
 from agentkv.bench import capacity
 from agentkv.bench.expert_loads import expert_loads, idle_bytes, spread
-from agentkv.bench.gpu_report import line
-from agentkv.bench.gpu_rows import Rig
-from agentkv.bench.injected import DrawnRunner
+from agentkv.bench.gpu_report import line, markdown
+from agentkv.bench.gpu_rows import Measured, Rig, Row
 from agentkv.bench.shapes import draw_model
+from agentkv.engine.drawn_runner import DrawnRunner
 from agentkv.errors import EngineFault
 
 CPU = torch.device("cpu")
@@ -44,6 +44,21 @@ def test_the_row_adds_up(rig: Rig) -> None:
     assert "really_read" not in dense
     (row,) = capacity.capacity_rows()
     assert "bytes allow" in line(row.judged(found) | {"seconds": 1.0})
+
+
+def test_memory_that_is_not_accounted_for_fails_the_row() -> None:
+    read = {"held_over_accounted": 0.99, "peak_over_planned": 0.9}
+    assert capacity.unaccounted(read) is None
+    assert capacity.unaccounted(read | {"peak_over_planned": None}) is None
+    held = capacity.unaccounted(read | {"held_over_accounted": 0.97})
+    assert held == "a sealed prompt holds 0.970 of what was set aside for it"
+    peak = capacity.unaccounted(read | {"peak_over_planned": 1.03})
+    assert peak == "the device's peak was 1.030 of the plan"
+    row = Row("r", "x", 1.0, lambda rig: Measured([1.0], 2.0, 1.0, "TB/s", short=peak))
+    judged = row.judged(row.measure(Rig(CPU, 1))) | {"seconds": 1.0}
+    assert (judged["met"], judged["value_met"]) == (False, True)
+    assert f"met, but for {peak}" in line(judged)
+    assert f"2 x; {peak} | at least 1 | no" in markdown({"rows": [judged]})
 
 
 def test_steps_are_executed_again_on_a_device_that_launches_ahead(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,10 @@
 """Skewed batches of every method on a GPU, lengths that change from step to step and turn to turn: what `make sanitize` runs
 under NVIDIA's compute-sanitizer.
 
-`python tests/gpu/sanitize.py [METHOD ...]`; no names: each method alone, then two batches of six methods. The checker sees the
-edges of a tensor only where each is an allocation of the driver's own: PYTORCH_NO_CUDA_MEMORY_CACHING=1. Graphs cannot be
-captured then, so they are off; without it steps are replayed with other lengths, and it sees the edges of large blocks.
+`python tests/gpu/sanitize.py [METHOD[+METHOD...] ...]`, methods with a plus between them in one batch; no names: each method
+alone, then two batches of six methods. The checker sees the edges of a tensor only where each is an allocation of the driver's
+own: PYTORCH_NO_CUDA_MEMORY_CACHING=1. Graphs cannot be captured then, so they are off; without it steps are replayed with other
+lengths, and it sees the edges of large blocks.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ SHAPE, SWITCH = "qwen3-128-4", "PYTORCH_NO_CUDA_MEMORY_CACHING"
 
 def main(names: list[str]) -> None:
     SHAPES["two layers"] = replace(SHAPES[SHAPE], num_layers=2)  # a checker makes every launch many times slower
-    batches = [(name,) for name in names or methods.NAMES] + ([] if names else list(MIXED))
+    batches = [tuple(name.split("+")) for name in names] or [*((name,) for name in methods.NAMES), *MIXED]
     for batch in batches:
         began = time.monotonic()
         loaded = drawn("two layers", "cuda", torch.bfloat16)

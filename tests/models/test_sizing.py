@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -10,9 +12,13 @@ import torch
 
 from agentkv import Runtime, methods
 from agentkv.engine import sizing
-from agentkv.engine.core import EngineConfig
-from agentkv.engine.sizing import measure_step, measured, plan_memory
+from agentkv.engine.core import EngineConfig, Request
+from agentkv.engine.llm import LLM
+from agentkv.engine.runner import ModelRunner
+from agentkv.engine.sizing import last_step, measure_step, measured, plan_memory
+from agentkv.engine.sparse import SparseMethod
 from agentkv.errors import BadModel, BadRequest
+from agentkv.types import Sampling
 
 MIB = 1 << 20
 
@@ -99,6 +105,63 @@ def test_impossible_plans_say_the_numbers_and_what_to_do(model: Any, monkeypatch
     monkeypatch.setattr(sizing.ModelRunner, "execute", lambda self, batch: 1 / 0)
     with pytest.raises(BadModel, match="a step of 16 tokens cannot run beside the weights"):
         plan_memory(loaded, config(), dense)
+
+
+@pytest.mark.parametrize("method", ["dense", "quest:budget=64", "snapkv:capacity=64", "h2o", "kivi:group=16", "kvzip:chunk=64"])
+def test_the_last_step_of_a_window_is_what_a_prompt_takes_that_is_read(model: Any, method: str) -> None:
+    """Beside an engine that reads it all, as real sessions do."""
+    loaded, given, served = model("llama", "float32"), config(window=257, step_tokens=64, max_rows=1), methods.parse(method)
+    llm = LLM(replace(given, memory=4 * MIB), ModelRunner(loaded, replace(given, memory=4 * MIB), served), reuse="chain")
+    sequence = llm.add(Request([0] * 256, Sampling(max_tokens=1, temperature=0.0)))
+    while sequence.num_forwarded < 192:
+        llm.step()
+    with measured(loaded.device) as peak:
+        while llm.has_work:
+            llm.step()
+    assert sequence.fault is None
+    assert last_step(loaded, given, served) == pytest.approx(peak.bytes, rel=0.02)
+    assert last_step(loaded, replace(given, window=1025), served) > peak.bytes
+
+
+def test_a_window_is_tried_on_a_gpu_that_has_room_for_one(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, dense = replace(model("llama", "float32"), device=torch.device("cuda")), methods.get("dense")
+    window = 64 // 4 * sum(group.stripe_bytes for group in loaded.groups(4))
+    monkeypatch.setattr(sizing, "_first_step", lambda *given: 20 * MIB)
+    monkeypatch.setattr(sizing, "last_step", lambda *given: 60 * MIB)
+    for room, want in ((window, 64 * MIB), (window - 1, 32 * MIB)):
+        monkeypatch.setattr(sizing, "usable_memory", lambda device, room=room: loaded.weight_bytes + 32 * MIB + room)
+        assert measure_step(loaded, config(), dense) == want
+
+
+def test_a_method_that_cannot_go_on_from_drawn_tokens_is_measured_by_its_first_steps(model: Any) -> None:
+    class Stubborn(SparseMethod):
+        def view(self, layer: int, selection: Any, batch: Any) -> Any:
+            batch.scratch["viewed"] = True
+            return super().view(layer, selection, batch)
+
+        def on_layer_end(self, layer: int, hidden: Any, batch: Any) -> None:
+            if not batch.scratch["viewed"]:
+                raise ValueError("nothing was read")
+
+    assert last_step(model("llama", "float32"), config(), Stubborn()) == 0
+
+
+def test_nothing_stays_of_a_trial(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even until somebody collects what forms a cycle: the arena that is planned takes that memory."""
+    engines = list[weakref.ref[LLM]]()
+
+    class Watched(LLM):
+        def __init__(self, *given: Any, **more: Any) -> None:
+            super().__init__(*given, **more)
+            engines.append(weakref.ref(self))
+
+    monkeypatch.setattr(sizing, "LLM", Watched)
+    gc.disable()
+    try:
+        measure_step(model("llama", "float32"), config(), methods.get("dense"))
+        assert [engine() for engine in engines] == [None, None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("bad", [{"memory": "automatic"}, {"step_timeout": 0}, {"step_timeout": "1"}, {"threads": 0}])
