@@ -14,8 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 from agentkv.kernels.low_rank_decode import LowRankPages, absorb_values
-from agentkv.kernels.merge_pieces_triton import merge_kernel
-from agentkv.kernels.paged_decode import MOST, DecodePlan, Tuning, grid_of
+from agentkv.kernels.merge_pieces_triton import TOGETHER, merge_kernel
+from agentkv.kernels.paged_decode import DecodePlan, Tuning, grid_of
+
+
+def tuning(payload: LowRankPages) -> Tuning:
+    """What serves best on an H200. Wide heads and ranks, and float32, have no room for tiles of 64 tokens."""
+    heads_fit = payload.k_factor.shape[2] <= 128 and payload.v.shape[3] <= 256
+    return Tuning(4, 3, 64, 2) if heads_fit and payload.k.element_size() == 2 else Tuning(4, 1, 32, 4)
 
 
 @triton.jit
@@ -45,13 +51,14 @@ def _rebuild(
     k_ptr, place, live, k_factor_ptr, k_bias_ptr, k_norm_ptr, head, eps,
     HAS_K_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
     REST: tl.constexpr, REST_PAD: tl.constexpr, RANK_K: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Keys of a tile before rotation, float32: the two halves that are turned, and what stays. place: of each latent."""
     factor = k_factor_ptr + head * RANK_K * DIM
     first = tl.zeros([BLOCK, HALF_PAD], tl.float32)
     second = tl.zeros([BLOCK, HALF_PAD], tl.float32)
     rest = tl.zeros([BLOCK, REST_PAD], tl.float32)
-    for chunk in range(0, RANK_K, CHUNK):
+    for chunk in tl.range(0, RANK_K, CHUNK, num_stages=NUM_STAGES):
         rank = chunk + tl.arange(0, CHUNK)
         live_rank = rank < RANK_K
         latent = tl.load(k_ptr + place[:, None] + rank[None, :], mask=live[:, None] & live_rank[None, :], other=0.0)
@@ -82,7 +89,7 @@ def _piece_kernel(
     CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_K_BIAS: tl.constexpr, HAS_NORM: tl.constexpr,
     PAGE: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST: tl.constexpr,
     REST_PAD: tl.constexpr, RANK_K: tl.constexpr, CHUNK: tl.constexpr, RANK_V: tl.constexpr, RANK_V_PAD: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Pieces number pid, pid + grid, ...: each one's summed latents (float32, normalised) and log-sum-exp (base 2)."""
     MEMBERS: tl.constexpr = GROUP * QUERIES
@@ -117,7 +124,7 @@ def _piece_kernel(
             place = entry * k_page_stride + (token % PAGE) * k_slot_stride + head // SHARING * k_group_stride
             first, second, rest = _rebuild(
                 k_ptr, place, live, k_factor_ptr, k_bias_ptr, k_norm_ptr, head, eps,
-                HAS_K_BIAS, HAS_NORM, DIM, HALF, HALF_PAD, REST, REST_PAD, RANK_K, CHUNK, BLOCK,
+                HAS_K_BIAS, HAS_NORM, DIM, HALF, HALF_PAD, REST, REST_PAD, RANK_K, CHUNK, BLOCK, NUM_STAGES,
             )  # fmt: skip
             position = token
             if HAS_POSITIONS:
@@ -179,7 +186,7 @@ def paged_low_rank_decode(
     heads, rank_k, rank_v = len(payload.k_factor), payload.k.shape[3], payload.v.shape[3]
     half, group = len(payload.frequency), num_heads // heads
     rest, rank_pad = dim - 2 * half, max(16, triton.next_power_of_2(rank_v))
-    share, tuned = min(rank_pad, 32), tuned or Tuning(4, 1, 32, 4)
+    share, tuned = min(rank_pad, 32), tuned or tuning(payload)
     items = len(plan.pieces) * heads
     parts = torch.empty(items, group * queries, rank_v, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(items, group * queries, dtype=torch.float32, device=q.device)
@@ -197,10 +204,10 @@ def paged_low_rank_decode(
         HAS_NORM=payload.k_norm is not None, PAGE=payload.k.shape[1], DIM=dim, HALF=half,
         HALF_PAD=max(16, triton.next_power_of_2(half)), REST=rest, REST_PAD=max(16, triton.next_power_of_2(max(rest, 1))),
         RANK_K=rank_k, CHUNK=min(64, max(16, triton.next_power_of_2(rank_k))), RANK_V=rank_v, RANK_V_PAD=rank_pad,
-        BLOCK=tuned.block, num_stages=tuned.stages, num_warps=tuned.warps, **shared,
+        BLOCK=tuned.block, NUM_STAGES=tuned.stages, num_warps=tuned.warps, **shared,
     )  # fmt: skip
     merge_kernel[(num_tokens, num_heads, rank_pad // share)](
-        parts, part_lse, plan.ends, out, lse, PER_HEAD=False, DIM=rank_v, SHARE=share, MOST=MOST, num_warps=2, **shared
+        parts, part_lse, plan.ends, out, lse, PER_HEAD=False, DIM=rank_v, SHARE=share, AT_ONCE=TOGETHER, num_warps=2, **shared
     )
     return absorb_values(payload, out, lse).to(q.dtype), lse
 

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from agentkv.kernels.decode_pieces_triton import piece_kernel
-from agentkv.kernels.merge_pieces_triton import merge_kernel
+from agentkv.kernels.merge_pieces_triton import TOGETHER, merge_kernel
 from agentkv.kernels.overlap import overlapping
 
 EDGE = 128
@@ -200,6 +200,6 @@ def paged_decode(
         BY_SLOT=by_slot, HAS_SCORES=scores is not None, **shared,
     )  # fmt: skip
     merge_kernel[(num_tokens, num_heads, dim_pad // share)](
-        parts, part_lse, plan.ends, out, lse, SHARE=share, MOST=plan.most, num_warps=MERGE_WARPS, **shared
+        parts, part_lse, plan.ends, out, lse, SHARE=share, AT_ONCE=TOGETHER, num_warps=MERGE_WARPS, **shared
     )
     return out, lse

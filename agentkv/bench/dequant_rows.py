@@ -81,13 +81,13 @@ def _against_bfloat16(shape: Shape, bits: int) -> Callable[[Rig], Measured]:
 
 
 def _work(shape: Shape, q: Tensor, lens: Tensor, drawn: list[tuple[QuantizedPages, Tensor]]) -> Work:
-    from agentkv.kernels.dequant_decode_triton import paged_dequant_decode
+    from agentkv.kernels.dequant_decode_triton import CUT, paged_dequant_decode
     from agentkv.kernels.paged_decode import bound_pieces, plan_decode
 
-    rows, bound = torch.arange(len(lens), device=q.device), bound_pieces(len(lens), sum(shape.lens))
+    rows, bound = torch.arange(len(lens), device=q.device), bound_pieces(len(lens), sum(shape.lens), CUT)
 
     def run() -> list[Tensor]:
-        plan = plan_decode(lens, rows, bound)
+        plan = plan_decode(lens, rows, bound, cut=CUT)
         return [paged_dequant_decode(q, pages, table, plan, shape.head_dim**-0.5)[0] for pages, table in drawn]
 
     return run

@@ -76,7 +76,12 @@ def run_gpu(
     for part in wanted:
         if not any(part in row.name for row in lines):
             raise BadRequest(f"no row's name has {part!r} in it", param="rows", hint="docs/bench/gpu.md has the names")
-    out.mkdir(parents=True, exist_ok=True)
+    if repeats < 1:
+        raise BadRequest(f"repeats={repeats}: 1 or more", param="repeats")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadRequest(f"{out} cannot be a folder: {error.strerror}", hint="Name another folder", param="out") from None
     conditions = machine(target)
     conditions["commit"] = commit or conditions["commit"]
     before = _before(out / FILE, conditions["device"], tiny)

@@ -69,7 +69,7 @@ def attend_beside(
     lines = table.by_query(batch.counts, False)
     bias = _by_query(_bias(part, 1, max(lines.host_lens)), batch)
     bias = None if bias is None else bias.squeeze(1)
-    return coded.paged_dequant_decode(q, payload, lines.entries, lines.work, scale, bias=bias, beside=beside)
+    return coded.paged_dequant_decode(q, payload, lines.entries, lines.work_in(coded.CUT), scale, bias=bias, beside=beside)
 
 
 def attend_heads(q: Tensor, part: Part, table: HeadTable, batch: DeviceBatch, scale: float) -> tuple[Tensor, Tensor]:
@@ -140,7 +140,8 @@ def _attend_compiled(
     if isinstance(payload, QuantizedPages):
         if not dequant_decode_triton.serves(payload.layout):
             return None
-        return dequant_decode_triton.paged_dequant_decode(q, payload, lines.entries, lines.work, scale, bias=bias)
+        work = lines.work_in(dequant_decode_triton.CUT)
+        return dequant_decode_triton.paged_dequant_decode(q, payload, lines.entries, work, scale, bias=bias)
     if not payload.k.dtype == payload.v.dtype == payload.k_factor.dtype:
         return None
     return low_rank_decode_triton.paged_low_rank_decode(

@@ -29,6 +29,10 @@ class DrawnRunner(ModelRunner):
         self.last = Batch(batch.rows)
         return drawn
 
+    def _replayable(self, batch: Batch) -> bool:
+        """A graph of drawn decodes would be replayed for real ones."""
+        return self.drawn != "all" and super()._replayable(batch)
+
     def forward(self, step: Step) -> Tensor:
         """Hidden states `[num_tokens, hidden_size]`; those of prompts are 0."""
         chunks = [batch for batch in step.batches if batch.prefill or self.drawn == "all"]

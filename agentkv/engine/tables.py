@@ -16,7 +16,7 @@ from agentkv.kernels.decode_attention import RowPages, plan_row
 from agentkv.kernels.send import send
 
 if TYPE_CHECKING:
-    from agentkv.kernels.paged_decode import DecodePlan
+    from agentkv.kernels.paged_decode import Cut, DecodePlan
 
 
 @dataclass(frozen=True)
@@ -158,13 +158,25 @@ class RowTable:
         """The rows' entries in order, int32 `[num_rows, pages of the longest]`, contiguous."""
         return self.entries[:, : -(-max(self.host_lens) // self.page_size)].index_select(0, self.rows)
 
-    @cached_property
+    @property
     def work(self) -> DecodePlan:
         """Pieces of the rows for decode on a GPU, where each row has one token."""
-        from agentkv.kernels.paged_decode import bound_pieces, plan_decode
+        return self.work_in()
 
-        seen = sum(self.host_lens) - sum(self.first_slots)
-        return plan_decode(self.lens, self.rows, bound_pieces(len(self.host_lens), seen), self.starts)
+    def work_in(self, cut: Cut | None = None) -> DecodePlan:
+        """The same cut in another way; None: as `paged_decode` wants it."""
+        from agentkv.kernels.paged_decode import CUT, bound_pieces, plan_decode
+
+        cut = cut or CUT
+        if cut not in self._work:
+            seen = sum(self.host_lens) - sum(self.first_slots)
+            bound = bound_pieces(len(self.host_lens), seen, cut)
+            self._work[cut] = plan_decode(self.lens, self.rows, bound, self.starts, cut)
+        return self._work[cut]
+
+    @cached_property
+    def _work(self) -> dict[Cut, DecodePlan]:
+        return {}
 
     @cached_property
     def decode_plan(self) -> tuple[RowPages, ...]:

@@ -118,6 +118,14 @@ def test_the_file_of_another_device_is_left_as_it_is(monkeypatch: pytest.MonkeyP
     assert (tmp_path / "gpu.json").read_text() == text
 
 
+def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(BadRequest, match="cannot be a folder"):
+        gpu.run_gpu(out=tmp_path / "file", device="cpu", tiny=True)
+    with pytest.raises(BadRequest, match="repeats=0"):
+        gpu.run_gpu(out=tmp_path, device="cpu", tiny=True, repeats=0)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match="GPU"):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from six_shapes import PAGE, drawn, method_of
+from six_shapes import PAGE, VOCAB, drawn, method_of
 
 from agentkv.engine.core import EngineConfig, Request
 from agentkv.engine.llm import LLM
@@ -25,7 +25,7 @@ def test_a_prompt_of_a_whole_window_takes_no_more(name: str) -> None:
     config = EngineConfig(1 << 30, 24_577, page_size=PAGE, max_rows=4, step_tokens=1024)
     planned = measure_step(loaded, config, method)
     llm = LLM(config, ModelRunner(loaded, replace(config, graphs=False), method), reuse="chain")
-    sequence = llm.add(Request([at % 64 for at in range(24_576)], Sampling(max_tokens=1, temperature=0.0)))
+    sequence = llm.add(Request([at % VOCAB for at in range(24_576)], Sampling(max_tokens=1, temperature=0.0)))
     with measured(loaded.device) as peak:
         while llm.has_work:
             llm.step()

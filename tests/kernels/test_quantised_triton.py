@@ -46,7 +46,7 @@ LARGE = [
 
 def check_decode(device: str, dtype: torch.dtype, tolerance: float, case: Case, twin: bool) -> None:
     """twin: against `dequant_decode`; else against float64 over the gathered keys and values."""
-    from agentkv.kernels.dequant_decode_triton import paged_dequant_decode
+    from agentkv.kernels.dequant_decode_triton import CUT, paged_dequant_decode
     from agentkv.kernels.paged_decode import bound_pieces, plan_decode
 
     pool, generator = make_pool(case.layout, case.lens), torch.Generator().manual_seed(4)
@@ -57,7 +57,8 @@ def check_decode(device: str, dtype: torch.dtype, tolerance: float, case: Case, 
         bias[0, 3:37] = bias[1] = -torch.inf
     firsts = torch.tensor(case.firsts, dtype=torch.int32) if case.firsts else None
     rows, lens = pool.rows.to(device), pool.lens.to(device)
-    plan = plan_decode(lens, rows, bound_pieces(num_rows, sum(case.lens)), None if firsts is None else firsts.to(device))
+    bound = bound_pieces(num_rows, sum(case.lens), CUT)
+    plan = plan_decode(lens, rows, bound, None if firsts is None else firsts.to(device), CUT)
     view = pool.payload.pages
     arena = view.as_strided((view.untyped_storage().nbytes(),), (1,)).to(device)
     payload = QuantizedPages(arena.as_strided(view.shape, view.stride()), layout)
