@@ -70,7 +70,7 @@ class WindowMass:
             dims = self._num_layers, self._stops[-1]
             self._kept = q.new_empty(*dims, *q.shape[1:]), lse.new_empty(*dims, *lse.shape[1:])
         for given, kept in zip((q, lse), self._kept, strict=True):
-            torch.cat([given[start:end] for start, end in self._runs], out=kept[layer])
+            torch.index_select(given, 0, self._asked, out=kept[layer])
 
     def _together(self) -> Iterator[range]:
         """The kept layers in runs of the same table."""
@@ -100,6 +100,12 @@ class WindowMass:
             each = zip(q, parts, lse, strict=True)
             tail = torch.stack([of_row(mine, part, index, tops, self._last[asked], scale) for mine, part, tops in each])
         return RowMass(None, tail, parts[0].table.first_slots[index])
+
+    @cached_property
+    def _asked(self) -> Tensor:
+        """int64 `[num_queries]`: the step's tokens whose queries count."""
+        assert self._kept is not None
+        return send([token for run in self._runs for token in range(*run)], self._kept[0].device)
 
     @cached_property
     def _last(self) -> Tensor:
