@@ -41,8 +41,9 @@ def methods_ls(
     if as_json:
         typer.echo(json.dumps({"methods": rows}))
         return
-    for row in rows:
-        size = "" if row["bytes_per_token"] is None else f"{row['bytes_per_token']:,}"
+    heads = {"name": "method", "family": "family", "exactness": "KV", "reuse": "reuse", "size": "bytes/tok", "summary": ""}
+    for row in (heads, *rows):
+        size = row.get("size") or ("" if row["bytes_per_token"] is None else f"{row['bytes_per_token']:,}")
         typer.echo(f"{row['name']:12} {row['family']:12} {row['exactness']:8} {row['reuse']:6} {size:>9} {row['summary']}")
 
 

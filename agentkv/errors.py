@@ -73,7 +73,7 @@ class BadRequest(AgentkvError):
 
     code = "bad_request"
     http_status = 400
-    default_hint = "Correct the request and send it again; nothing was changed"
+    default_hint = "Correct it and try again; nothing was changed"
 
 
 class UnknownOption(BadRequest):

@@ -23,8 +23,8 @@ NAMES: dict[str, str] = {
     "kivi": "agentkv.methods.kivi:KIVI",
     "kvzip": "agentkv.methods.kvzip:KVzip",
     "omnikv": "agentkv.methods.omnikv:OmniKV",
-    "quest": "agentkv.methods.quest:Quest",
     "palu": "agentkv.methods.palu:Palu",
+    "quest": "agentkv.methods.quest:Quest",
     "snapkv": "agentkv.methods.snapkv:SnapKV",
     "streamingllm": "agentkv.methods.streamingllm:StreamingLLM",
 }

@@ -8,6 +8,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from agentkv import runtime_crossover
+from agentkv.bench.crossover import summary
 from agentkv.errors import BadRequest
 from agentkv.runtime_backends import DATA
 
@@ -44,12 +46,16 @@ def facts(result: dict[str, Any], source: str) -> dict[str, Any]:
     return {**kept, "source": source, "ceilings": ceilings, "operations": operations}
 
 
-def write(path: Path, *, doc: Path | None = None, data: Path = DATA) -> dict[str, Any]:
+def write(
+    path: Path, *, doc: Path | None = None, data: Path = DATA, crossovers: Path = runtime_crossover.DATA
+) -> dict[str, Any]:
     """Add the facts of a gpu.json to `data`, in place of earlier ones of the same GPU, and write its tables between the marks
-    of `doc`. BadRequest where a file is not what it should be."""
+    of `doc`. Where it says from where on methods pay, that takes the place of what `crossovers` says. BadRequest where a file
+    is not what it should be."""
     try:
         result = json.loads(path.read_text())
         made, lines, tiny = facts(result, str(path)), list(tables(result)), result["tiny"]
+        pays = summary(result)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         why = f"{type(error).__name__}: {error}"
         raise BadRequest(f"{path} is no gpu.json: {why}", hint="It is written by: agentkv bench gpu --out DIR") from None
@@ -63,6 +69,8 @@ def write(path: Path, *, doc: Path | None = None, data: Path = DATA) -> dict[str
             raise BadRequest(f"{doc} lacks the lines {BEGIN!r} and {END!r}", param="doc")
         doc.write_text("\n".join((before + BEGIN, "", *lines, "", END)) + after)
     data.write_text(json.dumps({**known, made["device"]: made}, indent=1) + "\n")
+    if pays["methods"]:
+        crossovers.write_text(json.dumps(pays, indent=1) + "\n")
     return made
 
 

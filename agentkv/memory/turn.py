@@ -245,7 +245,9 @@ class RunningTurn:
         recomputed = max(0, counts.prefilled_tokens - len(self._rendered.ids))
         miss = counts.miss
         if miss is not None and miss.reason == "new" and branch.ledger.length:  # new to the engine, not to us
-            miss = miss.replace(reason="reclaimed", detail="no KV of this session was left; prefilled from the stored ids")
+            miss = miss.replace(
+                reason="reclaimed", tokens=recomputed, detail="no KV of this session was left; prefilled from the stored ids"
+            )
         if branch.rebuilt:
             miss = Miss(reason="rebuild", tokens=recomputed)
         elif branch.refingered and recomputed:

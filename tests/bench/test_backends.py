@@ -94,6 +94,20 @@ def test_a_gpu_takes_its_own_place_and_a_page_its_tables(tmp_path: Path) -> None
     assert "decode that failed" not in text
 
 
+def test_where_methods_pay_is_known_too(tmp_path: Path) -> None:
+    path, data, crossovers = (tmp_path / name for name in ("gpu.json", "backends.json", "crossover.json"))
+    crossovers.write_text("of another GPU")
+    path.write_text(json.dumps(measured()))
+    backends.write(path, data=data, crossovers=crossovers)
+    assert crossovers.read_text() == "of another GPU"
+    pays = {"method": "quest", "faster_from": {"1": 8192}, "cells": [], "commit": "abc"}
+    path.write_text(json.dumps(measured(rows=[row("crossover, qwen3-4b, quest", 9.0, **pays)])))
+    backends.write(path, data=data, crossovers=crossovers)
+    found = json.loads(crossovers.read_text())
+    assert found["device"] == "NVIDIA Thing"
+    assert found["methods"]["quest"]["faster_from"] == {"1": 8192}
+
+
 @pytest.mark.parametrize("content", ["no JSON", "[]", '{"rows": []}', json.dumps(measured(tiny=True))])
 def test_another_file_is_refused(content: str, tmp_path: Path) -> None:
     path = tmp_path / "gpu.json"

@@ -72,6 +72,21 @@ def test_closing_while_a_turn_starts_leaves_nothing_behind(runtime: Runtime) -> 
     runtime.check()
 
 
+def test_a_miss_counts_what_was_there_before(tmp_path: Path) -> None:
+    """Another process prefills the whole prompt, of which the new message could not have been cached anyway."""
+    given: dict[str, Any] = {"db": tmp_path / "sessions.db", "memory": "32MiB"}
+    with Runtime("micro", **given) as before, before.session(system="s") as session:
+        session.add_user("hello")
+        first = session.generate(max_tokens=4).usage
+    with Runtime("micro", **given) as after:
+        again = after.resume(session.id)
+        again.add_user("and again")
+        turn = again.generate(max_tokens=4)
+        assert turn.miss is not None
+        assert (turn.miss.reason, turn.usage.cached_tokens) == ("reclaimed", 0)
+        assert turn.miss.tokens == turn.usage.reusable_tokens == first.prompt_tokens + first.completion_tokens
+
+
 def test_a_fork_cannot_take_a_name_that_is_taken(runtime: Runtime) -> None:
     first, second = runtime.session(id="taken"), runtime.session()
     for bad, error in (("taken", Conflict), (second.id, Conflict), ("a/b", BadRequest), ("a\0b", BadRequest), (5, BadRequest)):
