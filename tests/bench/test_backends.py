@@ -162,7 +162,8 @@ def test_a_gpu_that_nobody_measured_is_told_how() -> None:
 
 
 def test_the_command_says_what_it_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends.write, "__kwdefaults__", {"doc": None, "data": tmp_path / "data.json"})
+    files = {"data": tmp_path / "data.json", "crossovers": tmp_path / "crossover.json"}
+    monkeypatch.setattr(backends.write, "__kwdefaults__", {"doc": None, **files})
     path = tmp_path / "gpu.json"
     path.write_text(json.dumps(measured()))
     result = CliRunner().invoke(app, ["bench", "backends", str(path)])
