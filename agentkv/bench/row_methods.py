@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -12,7 +13,6 @@ from agentkv.bench.gpu_rows import Rig
 from agentkv.engine.preparation import Preparation
 from agentkv.engine.sparse import SparseMethod
 from agentkv.kernels.low_rank_factors import Prepared
-from agentkv.methods.palu import Palu
 
 TINY = {
     "quest": "quest:budget=32", "omnikv": "omnikv:budget=40,observers=(0,)", "snapkv": "snapkv:capacity=64,window=16",
@@ -21,21 +21,24 @@ TINY = {
     "palu": "palu",
 }  # fmt: skip
 """The methods, and how each is set for the tiny model. On a GPU each has its own defaults."""
-PALU_GROUP = 4
-"""KV heads, or all of a model that has fewer: what it prepares by itself."""
+FACTORS = {"palu": 4}
+"""Methods that read prepared factors, and of how many KV heads each group of theirs is, or all of a model that has fewer."""
 
 
 def row_method(rig: Rig, name: str) -> SparseMethod:
     """A method of `TINY`, prepared if it must be."""
     found = methods.parse(TINY[name] if rig.tiny else name)
-    return replace(found, prepared=_drawn_factors(rig)) if isinstance(found, Palu) else found
+    if name not in FACTORS:
+        return found
+    more: dict[str, Any] = {"prepared": _drawn_factors(rig, FACTORS[name])}
+    return replace(found, **more)
 
 
-def _drawn_factors(rig: Rig) -> Prepared:
-    """Factors in the shapes that palu prepares of the row's model, drawn as its weights are. Once a run."""
+def _drawn_factors(rig: Rig, group: int) -> Prepared:
+    """Factors in the shapes that are prepared of the row's model, drawn as its weights are. Once a run."""
     if "factors" not in rig.kept:
         c = Preparation(row_model(rig))
-        shape, heads = c.shape, min(PALU_GROUP, c.shape.num_kv_heads)
+        shape, heads = c.shape, min(group, c.shape.num_kv_heads)
         groups, rank = shape.num_kv_heads // heads, min(heads * shape.head_dim, shape.hidden_size)
         tensors = {"frequency": c.frequency}
         for side in "kv":

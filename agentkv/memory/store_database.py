@@ -16,11 +16,12 @@ from sqlalchemy.pool import StaticPool
 
 from agentkv.errors import BadRequest, StoreFault
 
-HEAD = "v0001"
+HEAD = "v0002"
 """The migration that this code needs; a test holds it to the newest file in migrations/versions."""
 WAIT = 10.0
 """Seconds to wait for another process that holds the database."""
-LOCK_KEY = 7_164_051
+WRITE_KEY = 7_164_051
+"""Of the advisory lock that writers of a PostgreSQL database take."""
 
 
 def parse_where(where: str | PathLike[str]) -> URL:
@@ -55,7 +56,9 @@ class Database:
 
     def _connect(self, url: URL) -> Engine:
         if not self.is_sqlite:
-            return create_engine(url, pool_pre_ping=True)
+            engine = create_engine(url, pool_pre_ping=True)
+            event.listen(engine, "begin", _begin_postgresql)
+            return engine
         more: dict[str, Any] = {"connect_args": {"check_same_thread": False, "timeout": WAIT}}
         if self.one_connection:
             more["poolclass"] = StaticPool
@@ -95,8 +98,6 @@ class Database:
             if self._version(connection) == HEAD:
                 return
         with self.write() as connection:
-            if not self.is_sqlite:
-                connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({LOCK_KEY})")
             if self._version(connection) == HEAD:  # another process was first
                 return
             self._upgrade(connection)
@@ -136,6 +137,16 @@ def _set_up(raw: Any, _record: Any) -> None:
 def _begin(connection: Connection) -> None:
     write = connection.get_execution_options().get("agentkv_write", False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
+
+
+def _begin_postgresql(connection: Connection) -> None:
+    """Writers come one after another, as in SQLite: what a verb has looked up holds until it has written. A reader sees one
+    state."""
+    if connection.get_execution_options().get("agentkv_write", False):
+        connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{int(WAIT * 1000)}ms'")
+        connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({WRITE_KEY})")
+    else:
+        connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
 
 
 def _patiently(action: Callable[[], Any]) -> None:

@@ -7,6 +7,8 @@ pinned, was due) is kept by chain.
 
 from __future__ import annotations
 
+import re
+
 from sqlalchemy import (
     BigInteger,
     Boolean,
@@ -20,11 +22,34 @@ from sqlalchemy import (
     String,
     Table,
     Text,
+    TypeDecorator,
     UniqueConstraint,
 )
+from sqlalchemy.engine import Dialect
 
 metadata = MetaData()
 Key = BigInteger().with_variant(Integer(), "sqlite")  # SQLite counts up INTEGER keys only
+Name = Text().with_variant(String(200), "sqlite")  # which holds nothing to a length, and is spared a copy of its table
+
+
+class AnyText(TypeDecorator[str]):
+    """Text with zeros in it, which PostgreSQL has no place for: there a zero is \x01 and "0", and \x01 stands twice."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
+        """As it is written."""
+        if value is None or dialect.name != "postgresql":
+            return value
+        return value.replace("\x01", "\x01\x01").replace("\0", "\x010")
+
+    def process_result_value(self, value: str | None, dialect: Dialect) -> str | None:
+        """As it was given."""
+        if value is None or dialect.name != "postgresql":
+            return value
+        return re.sub("\x01(.)", lambda found: "\0" if found[1] == "0" else found[1], value, flags=re.DOTALL)
+
 
 sessions = Table(
     "sessions",
@@ -79,11 +104,11 @@ spans = Table(
     Column("number", Integer, nullable=False),  # of the turn
     Column("message", Integer, nullable=False),
     Column("kind", String(20), nullable=False),
-    Column("text", Text, nullable=False),
+    Column("text", AnyText, nullable=False),
     Column("first", Integer, nullable=True),  # [first, last) counts from the turn's first id, as it was rendered
     Column("last", Integer, nullable=True),
-    Column("call_id", String(200), nullable=True),
-    Column("tool_name", String(200), nullable=True),
+    Column("call_id", Name, nullable=True),
+    Column("tool_name", Name, nullable=True),
     Column("call", Text, nullable=True),
     Column("answers", Integer, nullable=True),
     Column("lag", Integer, nullable=True),

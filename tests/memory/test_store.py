@@ -30,8 +30,23 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "folder" / "sessions.db"
 
 
+@pytest.fixture(params=["sqlite", "postgresql"])
+def where(request: pytest.FixtureRequest) -> str:
+    """A new database."""
+    if request.param == "sqlite":
+        return str(request.getfixturevalue("path"))
+    made: str = request.getfixturevalue("new_postgresql")()
+    return made
+
+
 @pytest.fixture
-def store(path: Path) -> Any:
+def store(where: str) -> Any:
+    with SessionStore(where) as opened:
+        yield opened
+
+
+@pytest.fixture
+def file_store(path: Path) -> Any:
     with SessionStore(path) as opened:
         yield opened
 
@@ -136,11 +151,24 @@ def test_history_brought_along_comes_back(backend: FakeBackend, store: SessionSt
     session.add_assistant("because", [ToolCall(id="c1", name="f", arguments={"a": 1}, raw='{"a":1}')], "deep")
     again = reopened(session, store)
     assert again.open_calls == session.open_calls
-    text = "half a surrogate \ud800, a whole one \ud83d\ude00, a zero \0"
+    text = "half a surrogate \ud800, a whole one \ud83d\ude00, zeros \0 \x01\0\x010 \0"
     span = session.add_tool_result("c1", text)
     assert session.add_tool_result("c1", text) == span
-    assert session.messages()[-1]["content"] == "half a surrogate \ufffd, a whole one \U0001f600, a zero \0"
+    assert session.messages()[-1]["content"] == "half a surrogate \ufffd, a whole one \U0001f600, zeros \0 \x01\0\x010 \0"
     session.generate()
+    reopened(session, store)
+
+
+def test_names_that_a_model_makes_may_be_long(backend: FakeBackend, store: SessionStore) -> None:
+    """SQLite takes any length, PostgreSQL what its columns say."""
+    session = Session(backend, store, system="s" * 300, tools=[{"name": "f"}])
+    session.add_user("go")
+    backend.say(Reply("t", calls=(("f" * 300, {}),)))
+    session.generate()
+    call = session.open_calls[0]
+    session.add_tool_result(call.id, "r")
+    session.add_assistant("", [ToolCall(id="c" * 300, name="g" * 300, arguments={}, raw="{}")])
+    session.add_tool_result("c" * 300, "r")
     reopened(session, store)
 
 
@@ -170,8 +198,8 @@ def test_a_resumed_session_gives_the_same_tokens(backend: FakeBackend, store: Se
     assert not elsewhere.mismatches
 
 
-def test_another_process_goes_on(backend: FakeBackend, path: Path) -> None:
-    with SessionStore(path) as store:
+def test_another_process_goes_on(backend: FakeBackend, where: str) -> None:
+    with SessionStore(where) as store:
         session = played(backend, store)
         told = other_process(
             """
@@ -185,7 +213,7 @@ with SessionStore(sys.argv[1]) as store:
         turn = session.generate()
 print(json.dumps([before, turn.number, turn.text, session.messages()]))
 """,
-            str(path),
+            where,
             session.id,
         )
         assert told[0] == [span.id for span in session.spans()]
@@ -210,7 +238,7 @@ def test_a_session_that_was_closed_can_be_resumed(backend: FakeBackend, store: S
     assert store.info(session.id).state == "stored"
 
 
-def test_a_crash_between_the_store_and_the_return(backend: FakeBackend, path: Path) -> None:
+def test_a_crash_between_the_store_and_the_return(where: str) -> None:
     """The process dies when the turn is stored and has not been handed out: the turn is there."""
     code = """
 import os, sys
@@ -218,7 +246,7 @@ from memory_fakes import FakeBackend, Running
 from agentkv.memory.session import Session
 from agentkv.memory.store import SessionStore
 store = SessionStore(sys.argv[1])
-session = Session(FakeBackend(), store, session_id="crashed")
+session = Session(FakeBackend(), store, session_id=sys.argv[2])
 session.add_user("go")
 session.generate()
 session.add_user("and on")
@@ -229,11 +257,10 @@ session.generate()
 """
     env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}"}
     for moment, turns in (("before", 1), ("after", 2)):
-        where = path.with_name(moment)
-        done = subprocess.run([sys.executable, "-c", code, str(where), moment], env=env, timeout=60, check=False)
+        done = subprocess.run([sys.executable, "-c", code, where, moment], env=env, timeout=60, check=False)
         assert done.returncode == 9
         with SessionStore(where) as store:
-            session = Session.resume(FakeBackend(), store, "crashed")
+            session = Session.resume(FakeBackend(), store, moment)
             assert session.turns == turns
             assert [message["content"] for message in session.messages() if message["role"] == "user"] == ["go", "and on"]
             assert session.generate().number == turns + 1
@@ -285,7 +312,8 @@ def test_several_chains_of_one_session(backend: FakeBackend, store: SessionStore
     assert store.list() == []
 
 
-def test_delete_removes_the_text_and_spares_a_fork(backend: FakeBackend, store: SessionStore, path: Path) -> None:
+def test_delete_removes_the_text_and_spares_a_fork(backend: FakeBackend, file_store: SessionStore, path: Path) -> None:
+    store = file_store
     secret, shared = "SECRET-OF-THE-PARENT", "SHARED-WITH-THE-FORK"
     session = Session(backend, store)
     session.add_user(shared)
@@ -309,31 +337,34 @@ def test_delete_removes_the_text_and_spares_a_fork(backend: FakeBackend, store: 
         session.add_tool_result(session.open_calls[0].id, "x") if session.open_calls else session.add_user("x")
 
 
-def test_rollback_leaves_no_rows_of_its_own(backend: FakeBackend, store: SessionStore, path: Path) -> None:
+def test_rollback_leaves_no_rows_of_its_own(backend: FakeBackend, store: SessionStore, where: str) -> None:
     session = Session(backend, store)
     session.add_user("go")
     session.generate()
-    before = rows_in(path, but=("requests",))
+    before = rows_in(where, but=("requests",))
     child = session.fork()
-    with_child = rows_in(path, but=("requests",))
+    with_child = rows_in(where, but=("requests",))
     for branch in (session, child):
         for _ in range(3):
             branch.add_user("on")
             branch.generate()
         branch.rollback(to=1)
-    assert rows_in(path, but=("requests",)) == with_child
+    assert rows_in(where, but=("requests",)) == with_child
     store.delete(child.id)
-    assert rows_in(path, but=("requests",)) == before
+    assert rows_in(where, but=("requests",)) == before
 
 
 def text_on_disk(path: Path) -> str:
     return "".join(part.read_bytes().decode("latin-1") for part in path.parent.glob(path.name + "*"))
 
 
-def rows_in(path: Path, but: tuple[str, ...] = ()) -> int:
-    with sqlite3.connect(path) as raw:
+def rows_in(where: str | Path, but: tuple[str, ...] = ()) -> int:
+    engine = sa.create_engine(parse_where(where))
+    with engine.connect() as raw:
         names = [table.name for table in metadata.sorted_tables if table.name not in but]
-        return sum(raw.execute(f"SELECT count(*) FROM {name}").fetchone()[0] for name in names)
+        found = sum(raw.exec_driver_sql(f"SELECT count(*) FROM {name}").scalar_one() for name in names)
+    engine.dispose()
+    return found
 
 
 # -- faults
@@ -450,11 +481,11 @@ def test_resuming_where_the_chain_still_is(backend: FakeBackend, store: SessionS
 # -- migrations
 
 
-def test_the_migrations_make_the_tables_of_the_code(path: Path, store: SessionStore) -> None:
+def test_the_migrations_make_the_tables_of_the_code(where: str, store: SessionStore) -> None:
     from alembic.autogenerate import compare_metadata
     from alembic.migration import MigrationContext
 
-    engine = sa.create_engine(f"sqlite:///{path}")
+    engine = sa.create_engine(parse_where(where))
     with engine.connect() as connection:
         assert compare_metadata(MigrationContext.configure(connection), metadata) == []
     engine.dispose()
@@ -462,15 +493,17 @@ def test_the_migrations_make_the_tables_of_the_code(path: Path, store: SessionSt
     assert versions[-1].stem.split("_")[0] == HEAD
 
 
-def test_a_newer_database_is_refused(path: Path) -> None:
-    SessionStore(path).close()
-    with sqlite3.connect(path) as raw:
-        raw.execute("UPDATE alembic_version SET version_num = 'v9999'")
+def test_a_newer_database_is_refused(where: str) -> None:
+    SessionStore(where).close()
+    engine = sa.create_engine(parse_where(where))
+    with engine.begin() as raw:
+        raw.exec_driver_sql("UPDATE alembic_version SET version_num = 'v9999'")
+    engine.dispose()
     with pytest.raises(StoreFault, match="not made by this version"):
-        SessionStore(path)
+        SessionStore(where)
 
 
-def test_two_processes_open_a_new_database_at_once(path: Path) -> None:
+def test_two_processes_open_a_new_database_at_once(where: str) -> None:
     code = """
 import json, sys, time
 from memory_fakes import FakeBackend
@@ -486,11 +519,11 @@ print(json.dumps(session.id))
     import time
 
     env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}"}
-    command = [sys.executable, "-c", code, str(path), str(time.time() + 2)]
+    command = [sys.executable, "-c", code, where, str(time.time() + 2)]
     running = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]
     ends = [process.communicate(timeout=60) for process in running]
     assert [process.returncode for process in running] == [0, 0, 0], ends
-    with SessionStore(path) as store:
+    with SessionStore(where) as store:
         assert {info.id for info in store.list()} == {json.loads(out) for out, _ in ends}
 
 
