@@ -16,6 +16,8 @@ from agentkv.bench.shapes import SHAPES
 
 BATCHES, LENGTHS = (1, 8, 32), (8192, 32_768, 131_072)
 FILE = "crossover.json"
+MARGIN = 0.02
+"""By so much less time a step is faster, and no tie."""
 
 
 class Cell(NamedTuple):
@@ -45,12 +47,13 @@ def fitting(rig: Rig) -> list[tuple[int, int]]:
 
 
 def smallest(cells: list[Cell]) -> dict[str, int | None]:
-    """By batch the smallest context from which the method is faster at every longer one that was measured, too; None: never."""
+    """By batch the smallest context from which the method is faster by MARGIN at every longer one that was measured, too; None:
+    never."""
     found: dict[str, int | None] = {}
     for rows in sorted({cell.rows for cell in cells}):
         found[str(rows)] = None
         for cell in sorted((each for each in cells if each.rows == rows), key=lambda each: -each.length):
-            if cell.us >= cell.dense_us:
+            if cell.us > cell.dense_us * (1 - MARGIN):
                 break
             found[str(rows)] = cell.length
     return found

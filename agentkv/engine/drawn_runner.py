@@ -30,8 +30,9 @@ class DrawnRunner(ModelRunner):
         return drawn
 
     def _replayable(self, batch: Batch) -> bool:
-        """A graph of drawn decodes would be replayed for real ones."""
-        return self.drawn != "all" and super()._replayable(batch)
+        """A graph of what was drawn would be replayed for what is not."""
+        computed = self.drawn == "nothing" or (self.drawn == "prompts" and all(work.decodes for work in batch.rows))
+        return computed and super()._replayable(batch)
 
     def forward(self, step: Step) -> Tensor:
         """Hidden states `[num_tokens, hidden_size]`; those of prompts are 0."""

@@ -125,17 +125,23 @@ def measure_step(loaded: LoadedModel, config: EngineConfig, method: SparseMethod
     step = max(_tried(_first_step, loaded, config, method, lengths) for lengths in ([each] * config.max_rows, [one]))
     if loaded.device.type == "cuda" and config.window - 1 > one:
         room = usable_memory(loaded.device) - loaded.weight_bytes - queries - step
-        if _held_bytes(loaded, config, method, config.window) <= room:
+        if _held_bytes(loaded, config, method, last_length(config)) <= room:
             step = max(step, _tried(last_step, loaded, config, method))
     return queries + step
 
 
 def _tried(trial: Callable[..., int], loaded: LoadedModel, *given: Any) -> int:
     """What a trial finds, rounded. Its engine goes at once: a cycle of objects would keep its arena beside the next one."""
-    found = trial(loaded, *given)
+    found, fault = 0, None
+    try:
+        found = trial(loaded, *given)
+    except BadModel as error:
+        fault = error.with_traceback(None)  # whose frames hold the engine
     gc.collect()
     if loaded.device.type == "cuda":
         torch.cuda.empty_cache()
+    if fault is not None:
+        raise fault
     return -(-found // STEP_ROUND) * STEP_ROUND
 
 
@@ -152,20 +158,21 @@ def _first_step(loaded: LoadedModel, config: EngineConfig, method: SparseMethod,
 
 
 def last_step(loaded: LoadedModel, config: EngineConfig, method: SparseMethod) -> int:
-    """Bytes beside KV of the last `step_tokens` of a prompt that fills the window, and of its seal: they grow with what stands
-    before them, which is drawn, as are prompts that a method replays. 0 for a method that cannot go on from drawn KV. BadModel
-    as in `measure_step`."""
-    length = config.window - 1
-    llm = _trial(loaded, config, method, [length], DrawnRunner)
+    """Bytes beside KV of the last `step_tokens` of a prompt that fills the window (or the next multiple of so many), and of its
+    seal: they grow with what stands before them, which is drawn, as are prompts that a method replays. 0 for a method that
+    cannot go on from drawn KV. BadModel as in `measure_step`."""
+    length = last_length(config)
+    llm = _trial(loaded, replace(config, window=length + 1), method, [length], DrawnRunner)
     runner = llm.runner
     assert isinstance(runner, DrawnRunner)
     runner.ahead = False  # a step that was launched ahead would still be drawn
     sequence = llm.add(Request(token_ids=[0] * length, sampling=Sampling(max_tokens=1, temperature=0.0)))
     while sequence.num_forwarded + config.step_tokens < length and sequence.fault is None:
         llm.step()
-    if sequence.fault is not None:
-        log.info("no prompt of a whole window was tried: %s", sequence.fault)
+    if sequence.fault is not None and not isinstance(sequence.fault.__cause__, torch.OutOfMemoryError):
+        log.warning("no prompt of a whole window was tried: %s", sequence.fault)
         return 0
+    _check([sequence], loaded, config.step_tokens)
     with measured(loaded.device) as peak:
         runner.drawn = "nothing"
         llm.step()
@@ -176,12 +183,17 @@ def last_step(loaded: LoadedModel, config: EngineConfig, method: SparseMethod) -
     return peak.bytes
 
 
+def last_length(config: EngineConfig) -> int:
+    """Tokens of a prompt in whole steps, no shorter than the window has room for."""
+    return -(-(config.window - 1) // config.step_tokens) * config.step_tokens
+
+
 def _trial(
     loaded: LoadedModel, config: EngineConfig, method: SparseMethod, lengths: list[int], runner: type[ModelRunner]
 ) -> LLM:
     """An engine with memory for prompts of these lengths."""
     memory = sum(_held_bytes(loaded, config, method, length) for length in lengths)
-    config = replace(config, memory=memory, attention="triton")  # prompts are never read by a library's kernels
+    config = replace(config, memory=memory, attention="triton", graphs=False)  # no library's kernels read prompts
     return LLM(config, runner(loaded, config, method), reuse="chain")
 
 
@@ -191,7 +203,7 @@ def _check(sequences: list[Sequence], loaded: LoadedModel, tokens: int) -> None:
         raise BadModel(
             f"a step of {tokens} tokens cannot run beside the weights ({gib(loaded.weight_bytes)}) on {loaded.device}: "
             f"{str(faults[0]).splitlines()[0]}",
-            hint="Take a smaller model or dtype, or a device with more memory",
+            hint="Open it with a smaller window, take a smaller model or dtype, or a device with more memory",
         )
 
 
@@ -253,7 +265,8 @@ def _held_bytes(loaded: LoadedModel, config: EngineConfig, method: SparseMethod,
         bound = form.bound(length, length)
         units = {index: max(count, -(-bound.tail // groups[index].page_size) + 2) for index, count in units.items()}
         units.update(zip(form.sealed, bound.units, strict=True))
-    return sum(groups[index].stripe_bytes * count for index, count in units.items())
+    least = sum(group.stripe_bytes for group in groups)  # of any arena
+    return max(least, sum(groups[index].stripe_bytes * count for index, count in units.items()))
 
 
 def _reach(group: Group, config: EngineConfig, length: int) -> int:

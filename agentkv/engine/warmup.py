@@ -68,11 +68,9 @@ def _beside_decodes(llm: LLM, form: int) -> None:
     """Short prompts that are read while another row decodes: steps of a few tokens, and of more."""
     sequences = []
     for row, length in enumerate((SHORT, *BESIDE)):
+        ids = _ids(llm, row, max(1, min(length, llm.config.window - DECODES - 1)))
         try:
-            request = Request(
-                _ids(llm, row, min(length, llm.config.window - DECODES - 1)), Sampling(max_tokens=DECODES), form=form
-            )
-            sequences.append(llm.add(request))
+            sequences.append(llm.add(Request(ids, Sampling(max_tokens=DECODES), form=form)))
         except Capacity:
             break
         for _ in range(FEW + 1):

@@ -47,13 +47,13 @@ def test_the_row_adds_up(rig: Rig) -> None:
 
 
 def test_memory_that_is_not_accounted_for_fails_the_row() -> None:
-    read = {"held_over_accounted": 0.99, "peak_over_planned": 0.9}
+    read = {"held_over_accounted": 0.99, "beside_over_planned": 0.9}
     assert capacity.unaccounted(read) is None
-    assert capacity.unaccounted(read | {"peak_over_planned": None}) is None
+    assert capacity.unaccounted(read | {"beside_over_planned": None}) is None
     held = capacity.unaccounted(read | {"held_over_accounted": 0.97})
     assert held == "a sealed prompt holds 0.970 of what was set aside for it"
-    peak = capacity.unaccounted(read | {"peak_over_planned": 1.03})
-    assert peak == "the device's peak was 1.030 of the plan"
+    peak = capacity.unaccounted(read | {"beside_over_planned": 1.03})
+    assert peak == "beside weights and KV the device held 1.030 of the plan"
     row = Row("r", "x", 1.0, lambda rig: Measured([1.0], 2.0, 1.0, "TB/s", short=peak))
     judged = row.judged(row.measure(Rig(CPU, 1))) | {"seconds": 1.0}
     assert (judged["met"], judged["value_met"]) == (False, True)

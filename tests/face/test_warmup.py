@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from agentkv import Runtime
 from agentkv.cli import app
+from agentkv.engine.core import Batch
+from agentkv.engine.runner import ModelRunner
 from agentkv.errors import BadRequest
 
 
@@ -29,6 +32,30 @@ def test_rounds_by_method_and_rows_and_nothing_stays() -> None:
         session = runtime.session()
         session.add_user("hello")
         assert session.generate(max_tokens=2).usage.completion_tokens == 2
+
+
+@pytest.mark.parametrize("window", [2, 20, 26])
+def test_a_window_may_be_shorter_than_what_is_read(window: int) -> None:
+    with Runtime("micro", db=None, memory="16MiB", window=window) as runtime:
+        (took,) = runtime.warm_up(rows=[2], tokens=100)
+        assert took["rows"] == 2
+        runtime.check()
+
+
+def test_prompts_are_read_beside_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    mixed = set[tuple[int, int]]()
+    launch = ModelRunner.launch
+
+    def watched(self: ModelRunner, batch: Batch, *given: Any) -> Any:
+        decodes = sum(work.decodes for work in batch.rows)
+        if decodes < len(batch.rows):
+            mixed.add((decodes, sum(len(work.tokens) for work in batch.rows if not work.decodes)))
+        return launch(self, batch, *given)
+
+    monkeypatch.setattr(ModelRunner, "launch", watched)
+    with Runtime("micro", db=None, memory="64MiB") as runtime:
+        runtime.warm_up(rows=[1], tokens=64)
+    assert {(1, 4), (2, 64)} <= mixed
 
 
 def test_what_does_not_fit_is_less() -> None:
