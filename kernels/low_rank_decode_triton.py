@@ -20,8 +20,8 @@ from agentkv.kernels.paged_decode import DecodePlan, Tuning, grid_of
 
 def tuning(payload: LowRankPages) -> Tuning:
     """What serves best on an H200. Wide heads and ranks, and float32, have no room for tiles of 64 tokens."""
-    heads_fit = payload.k_factor.shape[2] <= 128 and payload.v.shape[3] <= 256
-    return Tuning(4, 3, 64, 2) if heads_fit and payload.k.element_size() == 2 else Tuning(4, 1, 32, 4)
+    narrow = payload.k_factor.shape[2] <= 128 and payload.v.shape[3] <= 256 and payload.k.element_size() == 2
+    return Tuning(4, 3, 64, 2) if narrow else Tuning(4, 1, 32, 4)
 
 
 @triton.jit

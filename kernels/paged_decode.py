@@ -47,14 +47,13 @@ class DecodePlan:
 
     A **line** is a row, or a KV head of a row where heads hold different numbers of slots. lens: int32 `[num_lines]`, slots
     held. ends: int32 `[num_lines]`, pieces of all lines up to and with this one. pieces: int32 `[max_pieces, 4]`: line, first
-    slot, slot behind the last, and line of the page table of each piece. per_head: are lines heads? most: pieces of a line.
+    slot, slot behind the last, and line of the page table of each piece. per_head: are lines heads?
     """
 
     lens: Tensor
     ends: Tensor
     pieces: Tensor
     per_head: bool
-    most: int
 
 
 def plan_decode(lens: Tensor, rows: Tensor, max_pieces: int, firsts: Tensor | None = None, cut: Cut = CUT) -> DecodePlan:
@@ -71,7 +70,7 @@ def plan_decode(lens: Tensor, rows: Tensor, max_pieces: int, firsts: Tensor | No
         HAS_FIRSTS=firsts is not None, LINES_PAD=triton.next_power_of_2(num_lines), EDGE=EDGE,
         FEW=cut.few, MOST=cut.most, LONG=cut.long,
     )  # fmt: skip
-    return DecodePlan(lens, ends, pieces, per_head, cut.most)
+    return DecodePlan(lens, ends, pieces, per_head)
 
 
 def bound_pieces(num_lines: int, total_slots: int, cut: Cut = CUT) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -78,6 +79,8 @@ def run_gpu(
             raise BadRequest(f"no row's name has {part!r} in it", param="rows", hint="docs/bench/gpu.md has the names")
     if repeats < 1:
         raise BadRequest(f"repeats={repeats}: 1 or more", param="repeats")
+    if math.isnan(minutes):
+        raise BadRequest("minutes=nan: a number", param="minutes")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -22,7 +22,7 @@ TINY = {
 }  # fmt: skip
 """The methods, and how each is set for the tiny model. On a GPU each has its own defaults."""
 FACTORS = {"palu": 4}
-"""Methods that read prepared factors, and of how many KV heads each group of theirs is, or all of a model that has fewer."""
+"""Methods that read prepared factors, and of how many KV heads each group of theirs is at most."""
 
 
 def row_method(rig: Rig, name: str) -> SparseMethod:
@@ -38,12 +38,14 @@ def _drawn_factors(rig: Rig, group: int) -> Prepared:
     """Factors in the shapes that are prepared of the row's model, drawn as its weights are. Once a run."""
     if "factors" not in rig.kept:
         c = Preparation(row_model(rig))
-        shape, heads = c.shape, min(group, c.shape.num_kv_heads)
+        shape, draw = c.shape, torch.Generator().manual_seed(0)
+        heads = next(count for count in range(group, 0, -1) if shape.num_kv_heads % count == 0)
         groups, rank = shape.num_kv_heads // heads, min(heads * shape.head_dim, shape.hidden_size)
         tensors = {"frequency": c.frequency}
         for side in "kv":
-            tensors[f"{side}.down"] = torch.randn(shape.num_layers, groups, rank, shape.hidden_size) * shape.hidden_size**-0.5
-            tensors[f"{side}.up"] = torch.randn(shape.num_layers, shape.num_kv_heads, rank, shape.head_dim) * rank**-0.5
+            down, up = (shape.num_layers, groups, rank), (shape.num_layers, shape.num_kv_heads, rank)
+            tensors[f"{side}.down"] = torch.randn(*down, shape.hidden_size, generator=draw) * shape.hidden_size**-0.5
+            tensors[f"{side}.up"] = torch.randn(*up, shape.head_dim, generator=draw) * rank**-0.5
         if shape.key_norm:
             tensors["k.norm"] = torch.ones(shape.num_layers, shape.num_kv_heads, shape.head_dim)
         rig.kept["factors"] = Prepared("", tensors, "drawn", shape.fingerprint, heads * shape.head_dim, groups, rank, c.eps)

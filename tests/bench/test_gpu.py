@@ -124,6 +124,8 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
         gpu.run_gpu(out=tmp_path / "file", device="cpu", tiny=True)
     with pytest.raises(BadRequest, match="repeats=0"):
         gpu.run_gpu(out=tmp_path, device="cpu", tiny=True, repeats=0)
+    with pytest.raises(BadRequest, match="minutes=nan"):
+        gpu.run_gpu(out=tmp_path, device="cpu", tiny=True, minutes=float("nan"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")

@@ -255,6 +255,22 @@ def test_decode_over_codes(built: dict[str, str], bits: int, biased: bool) -> No
         assert ("cvt.rn.f16x2.e4m3x2" if layout.fp8 else "fma.rn.f16x2") in code
 
 
+@pytest.mark.parametrize("rank", [256, 512])
+def test_decode_over_latents(built: dict[str, str], rank: int) -> None:
+    """Keys are rebuilt by products of whole warp groups where tiles have 64 tokens."""
+    from agentkv.kernels.low_rank_decode import LowRankPages
+    from agentkv.kernels.low_rank_decode_triton import paged_low_rank_decode
+    from agentkv.kernels.paged_decode import plan_decode
+
+    latents = torch.zeros(64, 16, 2, rank, dtype=BF16)
+    factors = (torch.zeros(8, rank, 128, dtype=BF16) for _ in "kv")
+    payload = LowRankPages(latents, latents, *factors, torch.zeros(64), k_norm=torch.zeros(8, 128, dtype=BF16))
+    plan = plan_decode(torch.zeros(2, dtype=torch.int32), torch.arange(2), 10)
+    q, table = torch.zeros(2, 32, 128, dtype=BF16), torch.zeros(2, 16, dtype=torch.int32)
+    paged_low_rank_decode(q, payload, table, plan, 0.1)
+    assert ("wgmma.mma_async" in built["_piece_kernel"]) is (rank == 256)
+
+
 def test_store_of_slots(built: dict[str, str]) -> None:
     from agentkv.kernels.quantized_pages import PageLayout, QuantizedPages
     from agentkv.kernels.store_fp8_triton import put_fp8

@@ -11,9 +11,9 @@ pytest.importorskip("triton")
 
 def check(device: str, *, beside: bool) -> None:
     """Against sums in float64. The largest log-sum-exp of a line is in its last block, its first, or all are -inf."""
-    from agentkv.kernels.merge_pieces_triton import merge_kernel
+    from agentkv.kernels.merge_pieces_triton import TOGETHER, merge_kernel
 
-    counts, heads, group, dim = (1, 64, 65, 200, 2), 2, 2, 12
+    counts, heads, group, dim = (1, 64, 65, 200, 2), 2, 2, 12  # TOGETHER is 64
     generator = torch.Generator().manual_seed(5)
     ends = torch.tensor(counts).cumsum(0).to(torch.int32)
     total, num_rows = int(ends[-1]), len(counts)
@@ -28,7 +28,7 @@ def check(device: str, *, beside: bool) -> None:
     given = [each.to(device) for each in (parts, lse, ends)]
     more = {"beside_ptr": own.to(device), "beside_lse_ptr": own_lse.to(device)} if beside else {}
     merge_kernel[(num_rows, heads * group, 2)](
-        *given, out, found, HEADS=heads, GROUP=group, QUERIES=1, PER_HEAD=False, DIM=dim, SHARE=8, AT_ONCE=64, **more
+        *given, out, found, HEADS=heads, GROUP=group, QUERIES=1, PER_HEAD=False, DIM=dim, SHARE=8, AT_ONCE=TOGETHER, **more
     )
     for row, count in enumerate(counts):
         first = int(ends[row]) - count
