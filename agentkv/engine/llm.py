@@ -451,9 +451,10 @@ class LLM:
     def _end_failed(self) -> None:
         """Sequences whose seals failed end (the next step tells of them); their chains stand at their last boundaries. Those
         that may turn out to have ended before wait."""
-        failed = self.memory.failed
+        failed: dict[int, Exception] = {seq.seq_id: seq.fault for seq in self.scheduler.running if seq.fault is not None}
+        failed |= self.memory.failed
         ahead = {seq_id for seq_id in failed if seq_id in self._open and self._open[seq_id].before is not None}
-        self.memory.failed = {seq_id: failed[seq_id] for seq_id in ahead}
+        self.memory.failed = {seq_id: fault for seq_id, fault in self.memory.failed.items() if seq_id in ahead}
         for seq_id, fault in failed.items():
             if seq_id in self._open and seq_id not in ahead:
                 seq = self._open[seq_id]

@@ -129,6 +129,7 @@ class Scheduler:
         decoding = [seq for seq in self.running if not in_chunks(seq)]
         for seq in decoding:
             batch.moves += self._seal(seq, prompt_end=False)
+        decoding = [seq for seq in decoding if seq.fault is None]
         room = self.config.step_tokens - (len(self.running) - len(decoding))
         guesses = share(len(decoding), room) if self.config.lookup else 0
         for seq in decoding:
@@ -150,7 +151,7 @@ class Scheduler:
         going = followers(self.running, before)
         due = [seq for seq in going if seal_due(seq)]
         batch = Batch(rows=[])
-        if going and all(room_beside(seq) for seq in due):
+        if going and all(room_beside(seq) for seq in due) and all(seq.fault is None for seq in going):
             self.batch, self._unsettled = batch, self._unsettled or bool(due)
             self.oracle.hold(True)
             for seq in due:

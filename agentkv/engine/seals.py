@@ -8,23 +8,24 @@ from __future__ import annotations
 
 from agentkv.engine.cache.state import Change
 from agentkv.engine.core import Sequence
+from agentkv.engine.form import Held, Seal
 from agentkv.engine.units import NOTHING, Units
 from agentkv.engine.work import SealWork, Work
+from agentkv.errors import EngineFault
 
 
 def seal_due(seq: Sequence) -> bool:
     """Is it time for a seal before its next token?"""
-    state = seq.state
-    return state is not None and state.form.seal is not None and state.form.seal(state.held(False)) is not None
+    return seq.state is not None and _asked(seq, seq.state.held(False)) is not None
 
 
 def seal(seq: Sequence, *, prompt_end: bool) -> Change | None:
     """Carry out the seal that is due, in the accounts; None if there is none."""
     state = seq.state
-    if state is None or state.form.seal is None:
+    if state is None:
         return None
     held = state.held(prompt_end)
-    due = state.form.seal(held)
+    due = _asked(seq, held)
     if due is None:
         return None
     change = state.seal(held, due, seq.row)
@@ -32,6 +33,22 @@ def seal(seq: Sequence, *, prompt_end: bool) -> Change | None:
     for group, first in enumerate(change.first_pages):
         seq.table_from[group] = min(seq.table_from[group], first)
     return change
+
+
+def _asked(seq: Sequence, held: Held) -> Seal | None:
+    """The seal that the method wants of what is held. One that cannot say is the sequence's fault, which ends for it."""
+    assert seq.state is not None
+    form = seq.state.form
+    if form.seal is None or seq.fault is not None:
+        return None
+    try:
+        return form.seal(held)
+    except EngineFault as fault:
+        seq.fault = fault
+    except Exception as error:  # noqa: BLE001 - whatever a method says
+        seq.fault = EngineFault(f"a method cannot say what it keeps of {held}: {type(error).__name__}: {error}")
+        seq.fault.__cause__ = error
+    return None
 
 
 def seal_works(seq: Sequence, change: Change) -> list[SealWork]:
@@ -54,7 +71,7 @@ def room_beside(seq: Sequence) -> bool:
     """Is what the sequence is promised enough for the seal that is due, and a page of each group, before anything that the seal
     lets go of returns?"""
     state = seq.state
-    due = state.form.seal(state.held(False)) if state is not None and state.form.seal is not None else None
+    due = _asked(seq, state.held(False)) if state is not None else None
     if state is None or due is None:
         return True
     wanted = [int(group in state.form.groups) for group in range(len(state.holdings))]
