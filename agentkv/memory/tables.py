@@ -33,7 +33,8 @@ Name = Text().with_variant(String(200), "sqlite")  # which holds nothing to a le
 
 
 class AnyText(TypeDecorator[str]):
-    """Text with zeros in it, which PostgreSQL has no place for: there a zero is \x01 and "0", and \x01 stands twice."""
+    """Text with zeros in it, which PostgreSQL has no place for: there it is the character 1 and a "0", and a 1 of its own
+    stands twice."""
 
     impl = Text
     cache_ok = True
