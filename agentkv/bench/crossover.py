@@ -11,7 +11,7 @@ import torch
 from agentkv import methods
 from agentkv.bench.decode_step import MODEL, row_step
 from agentkv.bench.gpu_rows import Measured, Rig, Row
-from agentkv.bench.row_methods import TINY, row_method
+from agentkv.bench.row_methods import TINY, row_method, row_text
 from agentkv.bench.shapes import SHAPES
 
 BATCHES, LENGTHS = (1, 8, 32), (8192, 32_768, 131_072)
@@ -71,9 +71,8 @@ def summary(result: dict[str, Any]) -> dict[str, Any]:
 
 def _measure(name: str) -> Callable[[Rig], Measured]:
     def measure(rig: Rig) -> Measured:
-        text = TINY[name] if rig.tiny else name
         cells = [_cell(rig, name, rows, length) for rows, length in fitting(rig)]
-        more = {"method": text, "faster_from": smallest(cells), "cells": [cell._asdict() for cell in cells]}
+        more = {"method": row_text(rig, name), "faster_from": smallest(cells), "cells": [cell._asdict() for cell in cells]}
         speed = max(cell.dense_us / cell.us for cell in cells)
         return Measured([cell.us for cell in cells], speed, rig.copy, "TB/s", more=more)
 

@@ -25,8 +25,8 @@ from agentkv.types import Sampling
 
 
 class Taken(NamedTuple):
-    """Microseconds of one prompt until its first token is drawn and its seal is done: by the clock, and between two events on
-    the device (on a CPU the same). prefilled: tokens that were forwarded. ids: prompt and the token that was drawn."""
+    """Microseconds of one prompt until its first token is drawn and its seal is done: by the clock, and of its steps on the
+    device, see `Reading.step`. prefilled: tokens that were forwarded. ids: prompt and the token that was drawn."""
 
     us: float
     device_us: float
@@ -48,18 +48,13 @@ class Reading:
     def read(self, token_ids: Sequence[int], chain: str | None = None) -> Taken:
         """Read a prompt and draw one token. chain: to go on from, and to be left behind; None leaves nothing behind."""
         synchronize(self.device)
-        marks = self._marks()
         began = time.perf_counter()
-        if marks:
-            marks[0].record()
-        sequence = self.add(token_ids, chain)
+        sequence, steps = self.add(token_ids, chain), list[Callable[[], float]]()
         while self.llm.has_work:
-            self.llm.step()
-        if marks:
-            marks[1].record()
+            steps.append(self.step())
         synchronize(self.device)
-        us = (time.perf_counter() - began) * 1e6
-        device_us, prefilled = marks[0].elapsed_time(marks[1]) * 1e3 if marks else us, sequence.num_prefilled_tokens
+        us, device_us = (time.perf_counter() - began) * 1e6, sum(step() for step in steps)
+        prefilled = sequence.num_prefilled_tokens
         return Taken(us, device_us, prefilled, self.end(sequence, chain))
 
     def add(self, token_ids: Sequence[int], chain: str | None = None) -> EngineSequence:
@@ -69,7 +64,8 @@ class Reading:
     def step(self) -> Callable[[], float]:
         """Forward one chunk, the seal behind it included. What is returned says, once the device is done, its microseconds
         between two events there (on a CPU by the clock)."""
-        marks, began = self._marks(), time.perf_counter()
+        marks = [torch.cuda.Event(enable_timing=True) for _ in "ab"] if self.device.type == "cuda" else []
+        began = time.perf_counter()
         if marks:
             marks[0].record()
         self.llm.step()
@@ -88,6 +84,3 @@ class Reading:
         else:
             self.llm.commit(sequence, ids[sequence.num_prompt_tokens :])
         return ids
-
-    def _marks(self) -> list[torch.cuda.Event]:
-        return [torch.cuda.Event(enable_timing=True) for _ in "ab"] if self.device.type == "cuda" else []

@@ -25,9 +25,14 @@ FACTORS = {"palu": 4}
 """Methods that read prepared factors, and of how many KV heads each group of theirs is at most."""
 
 
+def row_text(rig: Rig, name: str) -> str:
+    """A method of `TINY` as people write it."""
+    return TINY[name] if rig.tiny else name
+
+
 def row_method(rig: Rig, name: str) -> SparseMethod:
-    """A method of `TINY`, prepared if it must be."""
-    found = methods.parse(TINY[name] if rig.tiny else name)
+    """The same, prepared if it must be."""
+    found = methods.parse(row_text(rig, name))
     if name not in FACTORS:
         return found
     more: dict[str, Any] = {"prepared": _drawn_factors(rig, FACTORS[name])}
